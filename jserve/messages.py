@@ -1,0 +1,83 @@
+"""What crosses between front ends and the engine: one request in, updates out. Knows no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What every front end turns its message into. Exactly one of the three inputs is given.
+
+    Attributes:
+      prompt: text; the tokenizer adds the model's BOS where the model wants one.
+      prompt_token_ids: ids, taken as they are.
+      messages: chat turns ({"role": ..., "content": ...}), rendered with the model's template.
+      request_id: the caller's name for it, unique among live requests; None draws one.
+      model: the name the caller expects to be served; "" is any.
+      priority: lower is served first.
+      tenant: requests of different tenants share no cached prefix.
+      timeout_s: give up this many seconds after submission; None never.
+    """
+
+    prompt: str | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    model: str = ""
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position, natural logarithm, of the raw distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. ITL is the mean gap between output tokens; None with fewer than two."""
+
+    queue_s: float
+    ttft_s: float | None
+    e2e_s: float
+    itl_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUpdate:
+    """New output of one request. The last one has finish_reason, usage and timings.
+
+    `text` and `token_ids` are deltas: joined, they are the whole output. Text may lag behind the
+    ids while a character or a possible stop string is incomplete.
+    finish_reason is "stop", "length", "abort", "deadline" or "error".
+    stop_reason is the stop string or stop token id that ended it, if one did.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()  # with the first update only
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: Exception | None = None  # with finish_reason "error" or "deadline"
+    usage: Usage | None = None
+    timings: Timings | None = None
