@@ -1,0 +1,187 @@
+"""Named ragged-paged-attention workloads and a float64 oracle. Knows numpy only.
+
+Shared by tests, benchmarks and tuners. The oracle never sees pages: it attends over each row's
+dense keys and values, so a mistake in paging cannot cancel out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # largest absolute error, outputs are about 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step. `rows` is (kv_len, q_len) per row: those with q_len 1 first, padding rows last."""
+
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    num_layers: int = 2
+    layer: int = 1
+    sliding_window: int = 0
+    soft_cap: float | None = None
+    dtype: str = "float32"
+    padding_tokens: int = 3
+    padding_rows: int = 1
+    spare_pages: int = 2  # pages of the pool that no row uses
+    spare_columns: int = 2  # entries of page_indices past the longest row
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def pages_of_rows(self) -> list[int]:
+        return [-(-kv_len // self.page_size) for kv_len, _ in self.rows]
+
+
+@dataclass
+class Step:
+    """The arrays of one call, and the dense truth behind them."""
+
+    q: np.ndarray  # [T, N, H]
+    kv: np.ndarray  # [T, 2K, H]
+    kv_pool: np.ndarray  # [L, P, p, 2K, H], this step's rows not yet written
+    kv_lens: np.ndarray  # i32[S]
+    page_indices: np.ndarray  # i32[S, J]
+    cu_q_lens: np.ndarray  # i32[S+1], pad = last value
+    distribution: np.ndarray  # i32[3]
+    dense: list[np.ndarray] = field(repr=False)  # per row [kv_len, 2K, H], this step's included
+
+    @property
+    def num_real_tokens(self) -> int:
+        return int(self.cu_q_lens[-1])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Everything after `layer` in the call's argument order."""
+        return self.kv_lens, self.page_indices, self.cu_q_lens, self.distribution
+
+
+def build(case: Case) -> Step:
+    """Draws a step for `case`; history lies in randomly permuted pages, never in page 0."""
+    rng = np.random.default_rng(case.seed)
+    dtype = DTYPES[case.dtype]
+    two_k, head_dim, p = 2 * case.num_kv_heads, case.head_dim, case.page_size
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+    q_lens = [q_len for _, q_len in case.rows]
+    num_rows = len(case.rows) + case.padding_rows
+    num_tokens = sum(q_lens) + case.padding_tokens
+    pages = case.pages_of_rows
+    num_pages = 1 + sum(pages) + case.spare_pages
+    order = rng.permutation(np.arange(1, num_pages))
+    page_indices = np.zeros((num_rows, max(pages) + case.spare_columns), np.int32)
+    kv_pool = normal(case.num_layers, num_pages, p, two_k, head_dim)
+    kv = normal(num_tokens, two_k, head_dim)
+    dense, taken, token = [], 0, 0
+    for s, (kv_len, q_len) in enumerate(case.rows):
+        mine = order[taken : taken + pages[s]]
+        page_indices[s, : pages[s]] = mine
+        history = kv_pool[case.layer, mine].reshape(-1, two_k, head_dim)[: kv_len - q_len]
+        dense.append(np.concatenate([history, kv[token : token + q_len]]))
+        taken, token = taken + pages[s], token + q_len
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens), [sum(q_lens)] * case.padding_rows])
+    decode_end = next((s for s, n in enumerate(q_lens) if n != 1), len(q_lens))
+    kv_lens = [kv_len for kv_len, _ in case.rows] + [0] * case.padding_rows
+    return Step(
+        q=normal(num_tokens, case.num_heads, head_dim),
+        kv=kv,
+        kv_pool=kv_pool,
+        kv_lens=np.asarray(kv_lens, np.int32),
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens.astype(np.int32),
+        distribution=np.asarray([decode_end, len(q_lens), len(q_lens)], np.int32),
+        dense=dense,
+    )
+
+
+def oracle(case: Case, step: Step) -> np.ndarray:
+    """Attention in float64 over dense rows, `[T, N, H]`; zero for padding tokens."""
+    out = np.zeros(step.q.shape)
+    group = case.num_heads // case.num_kv_heads
+    for s, (kv_len, q_len) in enumerate(case.rows):
+        start = step.cu_q_lens[s]
+        dense = step.dense[s].astype(np.float64)
+        for t in range(q_len):
+            position = kv_len - q_len + t
+            first = max(0, position - case.sliding_window + 1) if case.sliding_window else 0
+            for n in range(case.num_heads):
+                head = 2 * (n // group)
+                keys = dense[first : position + 1, head]
+                values = dense[first : position + 1, head + 1]
+                scores = keys @ step.q[start + t, n].astype(np.float64) * case.scale
+                if case.soft_cap:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                weights = np.exp(scores - scores.max())
+                out[start + t, n] = weights @ values / weights.sum()
+    return out
+
+
+def written_pool(case: Case, step: Step) -> np.ndarray:
+    """The pool after the step, but for the null page, whose content is of no account."""
+    pool = step.kv_pool.copy()
+    for s, (kv_len, q_len) in enumerate(case.rows):
+        for t in range(q_len):
+            position = kv_len - q_len + t
+            page = step.page_indices[s, position // case.page_size]
+            row = step.kv[step.cu_q_lens[s] + t]
+            pool[case.layer, page, position % case.page_size] = row
+    return pool
+
+
+def _decode(*kv_lens: int, **settings) -> Case:
+    return Case(rows=tuple((n, 1) for n in kv_lens), **settings)
+
+
+CASES = {
+    "decode_one_row": _decode(37),
+    "decode_one_token_of_context": _decode(1),
+    "decode_ragged": _decode(5, 130, 16, 77, 300),
+    "decode_page_edges": _decode(15, 16, 17, 31, 32, 33),
+    "decode_block_edges": _decode(63, 64, 65, 127, 128, 129),
+    "decode_many_rows": _decode(*(1 + 7 * i % 90 for i in range(64))),
+    "decode_many_padding_rows": _decode(40, 50, padding_rows=30, padding_tokens=30),
+    "decode_long": _decode(2048, 3, 1999, head_dim=64, num_heads=9, num_kv_heads=3),
+    "decode_full_pool": _decode(64, 48, 80, spare_pages=0, spare_columns=0),
+    "decode_window_shorter": _decode(300, 40, 129, sliding_window=33),
+    "decode_window_longer": _decode(30, 40, 129, sliding_window=512),
+    "decode_window_of_one": _decode(30, 40, sliding_window=1),
+    "decode_soft_cap": _decode(100, 40, soft_cap=2.0),
+    "prefill_whole_prompt": Case(rows=((50, 50),)),
+    "prefill_one_token_prompt": Case(rows=((1, 1),)),
+    "prefill_chunk_of_long": Case(rows=((700, 70),)),
+    "prefill_two_chunks": Case(rows=((300, 130), (90, 5))),
+    "prefill_page_edges": Case(rows=((15, 15), (16, 16), (17, 17), (33, 2))),
+    "prefill_tile_edges": Case(rows=((127, 127), (128, 128), (129, 129))),
+    "prefill_window_shorter": Case(rows=((400, 200),), sliding_window=50),
+    "prefill_window_longer": Case(rows=((100, 60),), sliding_window=500),
+    "prefill_soft_cap": Case(rows=((100, 60),), soft_cap=3.0),
+    "prefill_2k": Case(rows=((2048, 256),), num_heads=2, num_kv_heads=1),
+    "prefill_no_padding": Case(rows=((50, 50), (20, 14)), padding_rows=0, padding_tokens=0),
+    "mixed": Case(rows=((40, 1), (9, 1), (200, 64), (30, 30))),
+    "mixed_window_soft_cap": Case(rows=((140, 1), (200, 64)), sliding_window=40, soft_cap=5.0),
+    "mixed_many_rows": Case(
+        rows=(*((1 + 13 * i % 200, 1) for i in range(40)), (140, 100), (64, 3), (5, 2))
+    ),
+    "mixed_more_rows_than_tokens": Case(rows=((40, 1), (3, 3)), padding_rows=20),
+    "smollm2": Case(rows=((90, 1), (33, 1), (100, 40)), num_heads=9, num_kv_heads=3),
+    "gemma3_270m": Case(
+        rows=((600, 1), (33, 1), (600, 40)),
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        sliding_window=512,
+    ),
+}
