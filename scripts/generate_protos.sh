@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Rebuilds jserve/server/proto/generate_pb2*.py from generate.proto.
+# Generated code loads only with libraries at least as new as its generator, so the generator is the
+# oldest release that pyproject.toml admits, in an environment of its own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+generator=grpcio-tools==1.76.0
+env=$(mktemp -d)
+trap 'rm -rf "$env"' EXIT
+"${PYTHON:-python3}" -m venv "$env"
+"$env/bin/pip" install --quiet "$generator" "setuptools<81"
+"$env/bin/python" -m grpc_tools.protoc --proto_path=. \
+  --python_out=. --pyi_out=. --grpc_python_out=. jserve/server/proto/generate.proto
