@@ -81,7 +81,7 @@ def request_to_proto(
             message.prompt = request.prompt
         elif request.prompt_token_ids is not None:
             message.token_ids.ids.extend(request.prompt_token_ids)
-            message.token_ids.SetInParent()  # an empty list is an input too, for the server to judge
+            message.token_ids.SetInParent()  # an empty list is an input too: the server judges
         elif request.messages is not None:
             message.chat.SetInParent()
             for turn in request.messages:

@@ -1,0 +1,101 @@
+"""Every engine setting as an absl flag, and back. Knows the settings' names and meanings only.
+
+A flag has the name, type and default of its field in jserve.config; this table adds the help.
+Presets are absl flagfiles: --flagfile=configs/interactive_chat.flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, cast
+
+from absl import flags
+
+from jserve.config import EngineConfig
+
+HELP: dict[str, dict[str, str]] = {
+    "model": {
+        "model": "smollm2-135m, gemma3-270m, a Hugging Face folder, a .gguf file, an Orbax folder, "
+        "or a hub name.",
+        "served_model_name": "The name clients use for the model; empty takes --model.",
+        "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere.",
+        "max_model_len": "Most tokens of one request, prompt and output; 0: the model's limit.",
+        "cache_dir": "Where fetched models and compiled programs are kept.",
+    },
+    "cache": {
+        "page_size": "Tokens per KV page, a power of two from 8 to 256; 0: the backend's default.",
+        "kv_memory_fraction": "Share of the device's free memory for KV pages, below 1; 0: the "
+        "backend's default.",
+        "kv_memory_bytes": "Bytes per device for KV pages; overrides --kv_memory_fraction.",
+        "enable_prefix_cache": "Keep the pages of finished requests for prompts that begin alike.",
+    },
+    "scheduler": {
+        "max_num_seqs": "Most requests that run at once.",
+        "max_num_batched_tokens": "Most tokens in one step: one per running request, then prompts.",
+        "prefill_chunk": "Most tokens of one prompt in one step.",
+        "max_queued_requests": "Requests that may wait; one more gets RESOURCE_EXHAUSTED.",
+        "overlap": "Schedule a step while the one before it runs on the device.",
+    },
+    "parallel": {
+        "tensor_parallel_size": "Devices that share each layer.",
+        "emulated_cpu_devices": "Split the CPU into this many devices, for tests; 0: leave it.",
+    },
+    "runner": {
+        "attention_backend": "xla, mosaic_tpu, mosaic_gpu, or auto: what suits the platform.",
+        "layer_loop": "unrolled, scanned, or auto: scanned on TPU, unrolled on CPU and GPU.",
+        "enable_compilation_cache": "Keep compiled programs in --cache_dir for the next start.",
+    },
+    "server": {
+        "host": "Address to listen on. There is no authentication: open it to trusted networks "
+        "only.",
+        "port": "gRPC port; 0 draws a free one.",
+        "metrics_port": "Prometheus port, same host; 0: no endpoint.",
+        "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
+        "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED.",
+    },
+}
+SECTIONS = tuple(HELP)
+
+
+def define_flags(
+    sections: Sequence[str] = SECTIONS, flag_values: flags.FlagValues = flags.FLAGS
+) -> None:
+    """Defines the flags of the named sections of EngineConfig; those already there are left.
+
+    No setting may be negative, so each number has 0 as its lower bound.
+    """
+    for section in sections:
+        settings = typing.get_type_hints(EngineConfig)[section]
+        kinds = typing.get_type_hints(settings)
+        for field in dataclasses.fields(settings):
+            if field.name in flag_values:
+                continue
+            kind, arguments = kinds[field.name], (field.name, cast(Any, field.default))
+            options: dict[str, Any] = {
+                "help": HELP[section][field.name],
+                "flag_values": flag_values,
+            }
+            if kind is bool:
+                flags.DEFINE_boolean(*arguments, **options)
+            elif kind is int:
+                flags.DEFINE_integer(*arguments, **options, lower_bound=0)
+            elif kind is float:
+                flags.DEFINE_float(*arguments, **options, lower_bound=0.0)
+            else:
+                flags.DEFINE_string(*arguments, **options)
+
+
+def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
+    """Returns the settings that the parsed flags say; sections without flags keep their defaults.
+
+    Raises:
+      ConfigError: the settings contradict each other.
+    """
+    sections = {}
+    for section in SECTIONS:
+        settings = typing.get_type_hints(EngineConfig)[section]
+        names = [f.name for f in dataclasses.fields(settings) if f.name in flag_values]
+        sections[section] = settings(**{name: flag_values[name].value for name in names})
+    return EngineConfig(**sections)

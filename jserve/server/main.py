@@ -1,0 +1,209 @@
+"""The server's life: bind, load, serve, drain, exit. Knows the order of things, not how they work.
+
+Exit codes: 0 after SIGTERM or SIGINT, 1 when the settings, the model or the address are no good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from absl import app, flags
+from prometheus_client import CollectorRegistry, start_http_server
+
+from jserve.config import EngineConfig, ServerSettings
+from jserve.errors import ConfigError, JserveError
+from jserve.flags import config_from_flags, define_flags
+from jserve.server.grpc_service import SERVICE, Engine, GenerateService, create_server
+from jserve.server.health import EngineHealth
+
+DRAIN_MARGIN_S = 5.0  # what an engine may take beyond the drain limit before it is left behind
+FLUSH_GRACE_S = 2.0  # for last messages and statuses to reach their readers
+_BUILD_THREAD = "jserve-build"
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Metered(Protocol):
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine with metrics to export."""
+
+    @property
+    def metrics(self) -> Metered: ...
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as events: the first asks to drain, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.notify)
+
+    def notify(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+async def serve(
+    config: EngineConfig,
+    engine_factory: Callable[[EngineConfig], ServedEngine],
+    signals: StopSignals,
+) -> None:
+    """Serves until `signals.stop`, then drains for up to `drain_timeout_s` seconds.
+
+    `engine_factory` runs in a thread of its own, so that health answers NOT_SERVING meanwhile.
+
+    Raises:
+      ConfigError: an address cannot be bound.
+      Exception: whatever `engine_factory` raises.
+    """
+    began = time.monotonic()
+    settings = config.server
+    service = GenerateService()
+    health = EngineHealth(lambda: service.is_ready, [SERVICE])
+    server, port = create_server(settings, service, health)
+    await health.refresh()
+    await server.start()
+    polling = asyncio.create_task(health.poll())
+    address = f"{settings.host}:{port}"
+    logger.info("loading %s; health answers on %s", config.model.model, address)
+    try:
+        engine = await _unless(signals.stop, _in_thread(lambda: engine_factory(config)))
+        if engine is None:
+            logger.info("told to stop while loading")
+            return
+        stop_metrics = _export_metrics(settings, engine)
+        service.open(engine)
+        await health.refresh()
+        logger.info(
+            "ready: %s on %s, %.1f s after start", _name(config), address, time.monotonic() - began
+        )
+        await signals.stop.wait()
+        logger.info(
+            "draining for up to %g s; a second signal stops at once", settings.drain_timeout_s
+        )
+        service.close("the server is draining; send the request to another one")
+        await health.enter_graceful_shutdown()
+        await _unless(signals.hurry, _drain(engine, settings.drain_timeout_s))
+        await asyncio.to_thread(stop_metrics)
+    finally:
+        polling.cancel()
+        await server.stop(0 if signals.hurry.is_set() else FLUSH_GRACE_S)
+    logger.info("stopped")
+
+
+async def _drain(engine: Engine, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(engine.drain(timeout_s), timeout_s + DRAIN_MARGIN_S)
+    except TimeoutError:
+        logger.error("the engine did not drain within its limit of %g s", timeout_s)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns what `work` returns, or None as soon as `event` is set; `work` is cancelled then."""
+    task, interruption = asyncio.create_task(work), asyncio.create_task(event.wait())
+    await asyncio.wait({task, interruption}, return_when=asyncio.FIRST_COMPLETED)
+    interruption.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Returns `function()`. The thread is a daemon: unlike one of asyncio.to_thread, it cannot
+    keep a process that is told to stop while loading."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def work() -> None:
+        settle: Callable[[], None]
+        try:
+            settle = partial(result.set_result, function())
+        except Exception as error:
+            settle = partial(result.set_exception, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if result.cancelled() else settle())
+
+    threading.Thread(target=work, name=_BUILD_THREAD, daemon=True).start()
+    return await result
+
+
+def _export_metrics(settings: ServerSettings, engine: ServedEngine) -> Callable[[], None]:
+    """Starts the Prometheus endpoint, if one is wanted, and returns what stops it."""
+    if not settings.metrics_port:
+        return lambda: None
+    try:
+        endpoint, _ = start_http_server(
+            settings.metrics_port, settings.host, registry=engine.metrics.registry
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot export metrics on {settings.host}:{settings.metrics_port} ({error}); "
+            "choose a free --metrics_port, or 0 for none"
+        ) from error
+    logger.info("metrics on http://%s:%d/metrics", settings.host, settings.metrics_port)
+    return endpoint.shutdown
+
+
+def _name(config: EngineConfig) -> str:
+    return config.model.served_model_name or config.model.model
+
+
+def _build(config: EngineConfig) -> ServedEngine:
+    from jserve.build import build_async_engine  # brings jax: seconds, so not before health answers
+
+    return build_async_engine(config)
+
+
+async def _serve_until_signalled(
+    config: EngineConfig, engine_factory: Callable[[EngineConfig], ServedEngine]
+) -> None:
+    signals = StopSignals()
+    signals.install()
+    await serve(config, engine_factory, signals)
+
+
+def main(
+    argv: Sequence[str], engine_factory: Callable[[EngineConfig], ServedEngine] = _build
+) -> None:
+    """Serves as the flags say and returns when told to stop; exits with one line on an error."""
+    if len(argv) > 1:
+        raise app.UsageError(f"{argv[1:]} are no flags; write --name=value")
+    try:
+        asyncio.run(_serve_until_signalled(config_from_flags(), engine_factory))
+    except JserveError as error:
+        sys.exit(f"jserve-serve: {error}")
+    _leave_build_thread_behind()
+
+
+def _leave_build_thread_behind() -> None:
+    """Ends the process, exit code 0, if the engine is still being built: a thread inside XLA
+    cannot be interrupted, and does not survive the interpreter's own shutdown."""
+    if any(thread.name == _BUILD_THREAD for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(0)
+
+
+def run() -> NoReturn:
+    """Console command `jserve-serve`."""
+    define_flags()
+    flags.FLAGS.set_default("verbosity", 0)  # INFO: the ready line is meant to be seen
+    app.run(main)
