@@ -52,7 +52,7 @@ class Request:
     tenant: str = ""
     arrival_time: float = 0.0
     deadline: float | None = None  # absolute, on the same clock
-    cache_keys: tuple[Hashable, ...] = ()  # adapter id, tenant salt: part of every page's hash
+    cache_keys: tuple[tuple[str, Hashable], ...] = ()  # tagged: ("tenant", salt), ("adapter", id)
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -60,8 +60,8 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is in pages, steps in flight included
     num_inflight_tokens: int = 0  # sampled by steps not collected yet; ids unknown to the host
     page_ids: list[int] = field(default_factory=list)
-    page_hashes: list[int] = field(default_factory=list)  # of the full pages known so far
-    num_cached_pages: int = 0  # leading pages already entered in the prefix cache
+    page_digests: list[bytes] = field(default_factory=list)  # of the leading full pages
+    num_cached_pages: int = 0  # leading pages already offered to the prefix cache
     slot: int = -1
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
