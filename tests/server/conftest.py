@@ -1,0 +1,81 @@
+"""A real gRPC server on a loopback port over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2_grpc
+
+from jserve.client import GenerateClient
+from jserve.config import ServerSettings
+from jserve.server.grpc_service import SERVICE, GenerateService, create_server
+from jserve.server.health import EngineHealth
+from jserve.server.proto import generate_pb2_grpc
+from tests.server.fake_engine import FakeEngine
+
+TIMEOUT_S = 20.0  # of anything that is expected to happen at once
+
+
+@dataclass
+class Served:
+    engine: FakeEngine
+    service: GenerateService
+    health: EngineHealth
+    target: str
+    client: GenerateClient
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> generate_pb2_grpc.GenerateServiceStub:
+        return generate_pb2_grpc.GenerateServiceStub(self.channel)
+
+    @property
+    def health_stub(self) -> health_pb2_grpc.HealthStub:
+        return health_pb2_grpc.HealthStub(self.channel)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns as soon as `condition()` holds; fails after TIMEOUT_S."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(
+    engine: FakeEngine | None = None, *, loaded: bool = True, **settings: object
+) -> AsyncIterator[Served]:
+    engine = engine or FakeEngine()
+    service = GenerateService()
+    health = EngineHealth(lambda: service.is_ready, [SERVICE])
+    server, port = create_server(ServerSettings(port=0, **settings), service, health)
+    if loaded:
+        service.open(engine)
+    await health.refresh()
+    await server.start()
+    polling = asyncio.create_task(health.poll())
+    target = f"127.0.0.1:{port}"
+    try:
+        async with GenerateClient(target) as client, grpc.aio.insecure_channel(target) as channel:
+            yield Served(engine, service, health, target, client, channel)
+    finally:
+        polling.cancel()
+        await server.stop(0)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving() as s:
+        yield s
+
+
+@pytest.fixture
+async def stepped() -> AsyncIterator[Served]:
+    """Like `served`, but tokens come only from `engine.step()`."""
+    async with serving(FakeEngine(interval_s=None)) as s:
+        yield s

@@ -1,0 +1,174 @@
+"""Messages survive the way over the wire; what the server cannot honour is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jserve.errors import InvalidRequest
+from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.sampling_params import SamplingParams
+from jserve.server.proto import generate_pb2 as pb
+from jserve.server.wire import joined, update_from_proto, update_to_proto
+from jserve.server.wire import request_from_proto as read
+from jserve.server.wire import request_to_proto as write
+
+EVERY_SAMPLING_FIELD = SamplingParams(
+    temperature=0.5,
+    top_k=7,
+    top_p=0.9,
+    min_p=0.1,
+    seed=-5,
+    max_tokens=99,
+    stop=("a", "é"),
+    stop_token_ids=(3, 4),
+    ignore_eos=True,
+    logprobs=2,
+    skip_special_tokens=False,
+    include_stop_str=True,
+)
+REQUESTS = [
+    GenerateRequest(prompt="hi", sampling=EVERY_SAMPLING_FIELD),
+    GenerateRequest(prompt="", sampling=SamplingParams(max_tokens=None)),
+    GenerateRequest(prompt_token_ids=[1, 2, 2**40, -1], request_id="r", model="m", timeout_s=1.5),
+    GenerateRequest(prompt_token_ids=[], priority=-3, tenant="t"),
+    GenerateRequest(messages=[{"role": "system", "content": "x"}, {"role": "user", "content": ""}]),
+    GenerateRequest(messages=[]),
+]
+FINAL = RequestUpdate(
+    request_id="r",
+    text="é",
+    token_ids=(1, 2),
+    logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5), (4, -2.0))), TokenLogprobs(2, -0.25, ())),
+    prompt_token_ids=(5, 6),
+    finish_reason="stop",
+    stop_reason="END",
+    usage=Usage(2, 2, 0),
+    timings=Timings(queue_s=0.0, ttft_s=0.25, e2e_s=0.5, itl_s=None),
+)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_request_arrives_as_it_was_sent(request_):
+    data = write(request_).SerializeToString()
+    assert read(pb.GenerateRequest.FromString(data)) == request_
+
+
+def test_every_sampling_field_has_a_proto_field_of_its_name():
+    assert set(SamplingParams.__dataclass_fields__) == set(
+        pb.SamplingParams.DESCRIPTOR.fields_by_name
+    )
+
+
+def test_sampling_fields_that_are_not_given_take_the_documented_defaults():
+    assert read(pb.GenerateRequest(prompt="x")).sampling == SamplingParams(max_tokens=None)
+
+
+def test_an_explicit_zero_is_not_taken_for_a_missing_field():
+    message = pb.GenerateRequest(
+        prompt="x", sampling=pb.SamplingParams(temperature=0, seed=0, logprobs=0)
+    )
+    sampling = read(message).sampling
+    assert (sampling.temperature, sampling.seed, sampling.logprobs) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        FINAL,
+        RequestUpdate(request_id="r", stop_reason=0, finish_reason="stop", usage=Usage(0, 0, 0)),
+        RequestUpdate(request_id="r", text="only text"),
+    ],
+)
+def test_an_update_arrives_as_it_was_sent(update):
+    data = update_to_proto(update, return_prompt_token_ids=True).SerializeToString()
+    assert update_from_proto(pb.GenerateResponse.FromString(data)) == update
+
+
+def test_prompt_ids_are_sent_only_when_asked_for():
+    assert not update_to_proto(FINAL).prompt_token_ids
+
+
+def test_joined_updates_hold_all_output_and_the_ending():
+    first = RequestUpdate(request_id="r", text="a", token_ids=(7,), prompt_token_ids=(5, 6))
+    whole = joined([first, FINAL])
+    assert (whole.text, whole.token_ids, whole.prompt_token_ids) == ("aé", (7, 1, 2), (5, 6))
+    assert (whole.finish_reason, whole.usage) == ("stop", FINAL.usage)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "timeout_s"])
+def test_o28_floats_that_are_not_finite_are_refused_by_name(name, value):
+    message = pb.GenerateRequest(prompt="x")
+    setattr(message if name == "timeout_s" else message.sampling, name, value)
+    with pytest.raises(InvalidRequest, match=name):
+        read(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**32 + 5),  # a 32-bit field would have made 5 of it
+        ("top_k", -2),
+        ("top_k", 2**32 + 1),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**32]),
+    ],
+)
+def test_sampling_values_out_of_range_are_refused_by_name(name, value):
+    message = pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(**{name: value}))
+    with pytest.raises(InvalidRequest, match=name):
+        read(message)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+def test_a_time_limit_that_is_not_positive_is_refused(timeout_s):
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        read(pb.GenerateRequest(prompt="x", timeout_s=timeout_s))
+
+
+def test_a_request_without_input_is_refused():
+    with pytest.raises(InvalidRequest, match="no input"):
+        read(pb.GenerateRequest())
+
+
+# Field 11 of the request and 13 of the sampling parameters are reserved; field 1 of the sampling
+# parameters is a double, here sent as a string; of the chat message, field 3.
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        (b"\x0a\x01x" + b"\x5a\x01a", "GenerateRequest has field number 11"),
+        (b"\x0a\x01x" + b"\x22\x02\x68\x01", "SamplingParams has field number 13"),
+        (b"\x0a\x01x" + b"\x22\x03\x0a\x01a", "SamplingParams has field number 1,"),
+        (b"\x1a\x05\x0a\x03\x1a\x01a", "ChatMessage has field number 3"),
+    ],
+)
+def test_fields_that_are_not_defined_or_of_the_wrong_type_are_refused_by_number(data, where):
+    with pytest.raises(InvalidRequest, match=where):
+        read(pb.GenerateRequest.FromString(data))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerateRequest(prompt_token_ids=[2**70]),
+        GenerateRequest(prompt_token_ids=[1.5]),
+        GenerateRequest(prompt=17),
+        GenerateRequest(messages=[{"role": "user", "content": ["parts"]}]),
+        GenerateRequest(messages=[{"role": "user", "text": "x"}]),
+        GenerateRequest(prompt="x", sampling=SamplingParams(seed=2**64 - 1)),
+        GenerateRequest(prompt="\ud800"),
+    ],
+)
+def test_what_no_proto_field_can_hold_is_refused_before_it_is_sent(request_):
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        write(request_)
