@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def engine_config(**flags: Any) -> EngineConfig:
     Every field of every section of jserve/config.py is a name here, except the server's: there is
     no server. Raises ConfigError for an unknown name, listing near ones, and for a wrong type.
     """
-    sections = {f.name: f.default_factory for f in dataclasses.fields(EngineConfig)}
+    sections = typing.get_type_hints(EngineConfig)
     del sections["server"]
     owner = {f.name: name for name, cls in sections.items() for f in dataclasses.fields(cls)}
     chosen: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -121,7 +122,7 @@ class LLM:
         """
         if not _is_list(messages) or not messages:
             raise InvalidRequest("messages is empty; give one conversation, or a list of them")
-        talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        talks: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         for i, talk in enumerate(talks):
             if not _is_list(talk) or not talk or not all(isinstance(m, Mapping) for m in talk):
                 raise InvalidRequest(f"conversation {i} is not a non-empty list of messages")

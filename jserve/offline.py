@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ class RequestOutput:
 class Finished(NamedTuple):
     """A request's end: its output, or the error that ended it."""
 
-    key: Hashable
+    key: Any
     result: RequestOutput | JserveError
 
 
@@ -56,7 +55,7 @@ Mailbox = deque[Finished]  # where one caller's requests report their ends, in o
 
 @dataclass(slots=True)
 class _Live:
-    key: Hashable
+    key: Any
     mailbox: Mailbox
     request: GenerateRequest
     text: list[str] = field(default_factory=list)
@@ -102,7 +101,7 @@ class RequestDriver:
         self._lock = threading.Lock()
         self._live: dict[str, _Live] = {}
 
-    def add(self, request: GenerateRequest, key: Hashable, mailbox: Mailbox) -> None:
+    def add(self, request: GenerateRequest, key: Any, mailbox: Mailbox) -> None:
         """Queues `request`. Raises InvalidRequest, Overloaded or EngineDead, as the engine does."""
         with self._lock:
             request_id = self._engine.add(request)

@@ -1,0 +1,423 @@
+"""Offline batch jobs over an engine without a model: every line answered once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import deque
+from itertools import cycle
+
+import pytest
+
+from jserve.batch import BatchOptions, Order, run_batch
+from jserve.batch import job as batch_job
+from jserve.batch import lines as batch_lines
+from jserve.errors import ConfigError, EngineDead
+from tests.fake_engine import FakeEngine, answer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHORT = {"prompt": "abc", "max_tokens": 4}
+
+
+def chat_line(custom_id, content="hi", url=CHAT, **body):
+    messages = [{"role": "user", "content": content}]
+    body = {"messages": messages, "max_tokens": 4, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def write_lines(path, lines):
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{t}\n" for t in text))
+
+
+def read_records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs a job over `lines` and returns its summary and records."""
+
+    def run(lines=None, engine=None, should_stop=lambda: False, **options):
+        if lines is not None:
+            write_lines(job.input, lines)
+        engine = engine or FakeEngine()
+        summary = run_batch(engine, job.input, job.output, BatchOptions(**options), should_stop)
+        assert not engine.has_work
+        return summary, read_records(job.output)
+
+    job = run
+    job.input, job.output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    return job
+
+
+def error_of(record):
+    assert record["response"] is None
+    return record["error"]["message"]
+
+
+def test_a_chat_line_gets_an_openai_shaped_record(job):
+    summary, (record,) = job([chat_line("a", model="fake")], model_name="fake")
+    assert (record["line"], record["custom_id"], record["error"]) == (1, "a", None)
+    assert record["id"].startswith("batch_req_")
+    response = record["response"]
+    assert response["status_code"] == 200
+    assert response["request_id"]
+    body = response["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "fake")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": answer("user:hi;", 4)}
+    assert choice["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 4,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert (summary.num_ok, summary.prompt_tokens, summary.output_tokens) == (1, 8, 4)
+
+
+def test_short_lines_take_text_messages_or_token_ids(job):
+    _, records = job(
+        [
+            SHORT,
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "custom_id": "m"},
+            {"prompt_token_ids": [97, 98], "max_tokens": 3},
+        ]
+    )
+    bodies = [r["response"]["body"] for r in records]
+    assert bodies[0]["choices"][0]["text"] == answer("abc", 4)
+    assert bodies[1]["choices"][0]["message"]["content"] == answer("user:x;", 2)
+    assert records[1]["custom_id"] == "m"
+    assert bodies[2]["choices"][0]["token_ids"] == [98, 97, 98]
+    assert bodies[2]["prompt_token_ids"] == [97, 98]
+
+
+def test_logprobs_come_in_the_shape_of_their_endpoint(job):
+    completion = {"prompt": "ab", "max_tokens": 2, "logprobs": 1}
+    _, records = job([completion, chat_line("c", logprobs=True, top_logprobs=1)])
+    point = records[0]["response"]["body"]["choices"][0]["logprobs"]
+    assert point["tokens"] == ["b", "a"]
+    assert point["top_logprobs"] == [{"b": -0.5}, {"a": -0.5}]
+    content = records[1]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert (content[0]["token"], content[0]["bytes"]) == (";", [59])
+    assert content[0]["top_logprobs"][0]["logprob"] == -0.5
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_O106_a_bad_line_becomes_an_error_record_and_the_good_ones_are_answered(job, order):
+    lines = [
+        chat_line("good-1"),
+        '{"custom_id": "broken", ',
+        chat_line("url", url="/v1/embeddings"),
+        chat_line("stream", stream=True),
+        chat_line("over-long", content="x" * 100),
+        chat_line("good-2"),
+        chat_line("good-1"),
+        "",
+        {"custom_id": "id-out-of-range", **{"prompt_token_ids": [999]}},
+        chat_line("good-3", stream=False),
+    ]
+    summary, records = job(lines, order=order)
+    assert (summary.num_ok, summary.num_errors) == (3, 7)
+    assert sorted(r["line"] for r in records) == list(range(1, 11))
+    by_line = {r["line"]: r for r in records}
+    expected_ids = "good-1 None url stream over-long good-2 good-1 None id-out-of-range good-3"
+    assert [str(by_line[n]["custom_id"]) for n in range(1, 11)] == expected_ids.split()
+    for n in (1, 6, 10):
+        text = by_line[n]["response"]["body"]["choices"][0]["message"]["content"]
+        assert text == answer("user:hi;", 4)
+    reasons = {2: "JSON", 3: "/v1/embeddings", 4: "stream", 5: "64", 7: "before", 8: "blank"}
+    for n, reason in reasons.items():
+        assert reason in error_of(by_line[n])
+        assert by_line[n]["error"]["code"] == "invalid_argument"
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("[1]", "not an object"),
+        ("7", "not an object"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": "\\ud83d"}', "not valid JSON"),
+        ({"prompt": "a", "max_tokens": 4, "best": 1}, "'best'"),
+        ({"prompt": "a", "n": 2}, "n=2"),
+        ({"prompt": "a", "n": True}, "n=True"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature"),
+        ('{"prompt": "a", "top_p": 1e999}', "top_p"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "return_token_ids": 1}, "return_token_ids"),
+        ({"prompt": ["a", "b"]}, "one prompt"),
+        ({"prompt": "a", "messages": []}, "exactly one"),
+        ({"max_tokens": 3}, "exactly one"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1.5]}, "token ids"),
+        ({"prompt": "a", "priority": "high"}, "priority"),
+        ({"prompt": "a", "model": "gpt-4"}, "gpt-4"),
+        ({"custom_id": 7, "prompt": "a"}, "custom_id"),
+        ({"method": "POST", "url": CHAT, "body": {}}, "custom_id is missing"),
+        ({"custom_id": "x", "url": CHAT}, "body is null"),
+        (chat_line("x") | {"method": "GET"}, "GET"),
+        (chat_line("x") | {"extra": 1}, "'extra'"),
+        (chat_line("x", top_logprobs=2), "top_logprobs"),
+        (chat_line("x", logprobs=5), "logprobs"),
+    ],
+)
+def test_every_fault_of_a_line_is_named(job, line, names):
+    summary, records = job([line, SHORT])
+    assert names in error_of(records[0])
+    assert (summary.num_ok, summary.num_errors) == (1, 1)
+
+
+@pytest.mark.parametrize("empty", ["", []])
+def test_O20_an_empty_prompt_is_an_error_record_and_the_job_goes_on(job, empty):
+    name = "prompt_token_ids" if empty == [] else "prompt"
+    chat = chat_line("c") | {"body": {"messages": []}}
+    summary, records = job([{name: empty}, chat, SHORT])
+    assert "empty" in error_of(records[0])
+    assert "empty" in error_of(records[1])
+    assert summary.num_ok == 1
+
+
+@pytest.mark.parametrize("length", [64, 640])
+def test_O17_an_over_long_prompt_among_others_names_the_limit_and_changes_nothing_else(job, length):
+    summary, records = job([SHORT, {"prompt": "x" * length}, SHORT])
+    assert "64" in error_of(records[1])
+    texts = [records[n]["response"]["body"]["choices"][0]["text"] for n in (0, 2)]
+    assert texts == [answer("abc", 4)] * 2
+    assert summary.num_ok == 2
+
+
+def test_a_line_beyond_the_size_limit_is_refused_without_being_held(job, monkeypatch):
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 1000)
+    _, records = job([SHORT, json.dumps({"prompt": "x" * 5000}), SHORT])
+    assert "longer than 1000 bytes" in error_of(records[1])
+    assert records[2]["response"]["status_code"] == 200
+
+
+def test_input_order_is_kept_and_finished_order_is_as_it_happens(job, tmp_path):
+    lines = [{"prompt": "p", "max_tokens": n} for n in (30, 1, 20, 2, 10, 3)]
+    _, in_order = job(lines, order=Order.INPUT)
+    assert [r["line"] for r in in_order] == [1, 2, 3, 4, 5, 6]
+    job.output = tmp_path / "finished.jsonl"
+    _, finished = job(order=Order.FINISHED)
+    assert [r["line"] for r in finished] == [2, 4, 6, 5, 3, 1]
+
+
+def test_a_last_line_without_its_newline_counts(job):
+    job.input.write_text(json.dumps(SHORT) + "\n" + json.dumps(SHORT))
+    assert job()[0].num_ok == 2
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_memory_and_the_engine_queue_stay_bounded(job, order):
+    def peak_bytes(num_lines):
+        job.output.unlink(missing_ok=True)
+        # one slow line up front: in input order, all others must wait for it
+        write_lines(job.input, [{"prompt": "p", "max_tokens": 60}, *[SHORT] * num_lines])
+        engine = FakeEngine()
+        engine.added = deque(maxlen=1)
+        options = BatchOptions(order=order, max_in_flight=6)
+        tracemalloc.start()
+        summary = run_batch(engine, job.input, job.output, options)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert summary.num_ok == num_lines + 1
+        assert engine.max_seen <= 6
+        return peak
+
+    peak_bytes(10)
+    few, many = peak_bytes(400), peak_bytes(4000)
+    assert many - few < 3600 * 80 + 50_000
+
+
+def test_bad_lines_behind_a_slow_one_do_not_pile_up_in_memory(job, monkeypatch):
+    read_ahead = []
+
+    def counted(file):
+        for line in batch_lines.read_lines(file):
+            read_ahead.append(line.number)
+            yield line
+
+    def check():
+        assert len(read_ahead) <= 2 * 16
+
+    monkeypatch.setattr(batch_job, "read_lines", counted)
+    engine = FakeEngine(before_step=check)
+    lines = [{"prompt": "p", "max_tokens": 60}, *["nonsense"] * 500]
+    summary, records = job(lines, engine=engine, order=Order.INPUT, max_in_flight=2)
+    assert (summary.num_ok, summary.num_errors) == (1, 500)
+    assert [r["line"] for r in records] == list(range(1, 502))
+
+
+# ---- resuming ----
+
+
+def stop_after(num_calls):
+    calls = iter(range(num_calls))
+    return lambda: next(calls, None) is None
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_stopped_job_resumes_with_no_line_lost_or_done_twice(job, order):
+    lines = [{"custom_id": f"c{i}", "prompt": f"p{i}", "max_tokens": 1 + i % 7} for i in range(30)]
+    lines[4] = lines[3]  # a doubled custom_id must be one whichever run sees it
+    job(lines, order=order, max_in_flight=4, should_stop=stop_after(40))
+    before = job.output.read_bytes()
+    num_before = before.count(b"\n")
+    assert 0 < num_before < 30
+    engine = FakeEngine()
+    summary, records = job(order=order, max_in_flight=4, engine=engine)
+    assert job.output.read_bytes().startswith(before)
+    assert sorted(r["line"] for r in records) == list(range(1, 31))
+    assert summary.num_skipped == num_before
+    assert summary.num_ok + summary.num_errors == 30 - num_before
+    assert "before" in error_of(next(r for r in records if r["line"] == 5))
+    if order == Order.INPUT:
+        assert [r["line"] for r in records] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("num_bytes_kept", [0, 1, 20, -1])
+def test_a_torn_last_record_is_cut_and_done_again(job, num_bytes_kept):
+    job([SHORT] * 3)
+    whole = job.output.read_bytes()
+    cut = whole.rindex(b"\n", 0, -1) + 1
+    torn = whole[cut:-1] if num_bytes_kept == -1 else whole[cut : cut + num_bytes_kept]
+    job.output.write_bytes(whole[:cut] + torn)
+    summary, records = job()
+    assert [r["line"] for r in records] == [1, 2, 3]
+    assert (summary.num_ok, summary.num_skipped) == (1, 2)
+
+
+@pytest.mark.parametrize("content", ["notes", "notes\n", '{"a": 1}\n', "7\n", '{"line": 0}\n'])
+def test_a_file_of_another_kind_is_refused_and_left_as_it_was(job, content):
+    job.output.write_text(content)
+    with pytest.raises(ConfigError, match="not a record"):
+        job([SHORT])
+    assert job.output.read_text() == content
+
+
+def test_the_input_itself_is_refused_as_the_output(job):
+    write_lines(job.input, [SHORT])
+    with pytest.raises(ConfigError, match="not a record"):
+        run_batch(FakeEngine(), job.input, job.input, BatchOptions())
+
+
+def test_an_output_that_answers_other_input_is_refused(job):
+    job([SHORT, SHORT])
+    with pytest.raises(ConfigError, match="line 2 of the input"):
+        job([SHORT, {"prompt": "changed"}])
+    with pytest.raises(ConfigError, match="beyond the input's end"):
+        job([SHORT])
+
+
+def test_lines_added_to_the_input_are_answered_by_the_next_run(job):
+    job([SHORT])
+    summary, records = job([SHORT, SHORT])
+    assert (summary.num_ok, summary.num_skipped, len(records)) == (1, 1, 2)
+
+
+def test_without_resume_an_output_that_exists_is_refused(job):
+    job([SHORT])
+    with pytest.raises(ConfigError, match="exists"):
+        job(resume=False)
+    assert len(read_records(job.output)) == 1
+
+
+def test_a_failed_engine_ends_the_job_and_blames_no_line(job):
+    lines = [SHORT] * 20
+    with pytest.raises(EngineDead):
+        job(lines, engine=FakeEngine(fail_after_steps=6))
+    assert 0 < len(read_records(job.output)) < 20
+    summary, records = job()
+    assert [r["line"] for r in records] == list(range(1, 21))
+    assert summary.num_errors == 0
+
+
+# ---- in a process of its own ----
+
+
+class BatchProcess:
+    def __init__(self, input_path, output_path, order):
+        command = [sys.executable, "-m", "tests.batch_process", input_path, output_path, order]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+
+    def run_steps(self, num_steps):
+        """Returns when step `num_steps` has begun (and those before it have ended)."""
+        for _ in range(num_steps):
+            assert self.process.stdout.readline() == b"step\n"
+            self.process.stdin.write(b".")
+
+    def run_on(self):
+        self.process.communicate(timeout=30)
+        return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_job_killed_again_and_again_answers_every_line_once(job, order):
+    num_lines = 60
+    write_lines(
+        job.input,
+        [
+            {"custom_id": f"c{i}", "prompt": f"p{i}", "max_tokens": n}
+            for i, n in zip(range(num_lines), cycle((3, 1, 9, 2)), strict=False)
+        ],
+    )
+    for num_steps in (7, 12):
+        with BatchProcess(job.input, job.output, order) as batch:
+            batch.run_steps(num_steps)
+            batch.process.send_signal(signal.SIGKILL)
+    with job.output.open("ab") as file:
+        file.write(b'{"line": 59, "id": "ba')  # what a kill inside a write leaves
+    num_killed = job.output.read_bytes().count(b"\n")
+    assert 0 < num_killed < num_lines
+    with BatchProcess(job.input, job.output, order) as batch:
+        assert batch.run_on() == 0
+    records = read_records(job.output)
+    assert sorted(r["line"] for r in records) == list(range(1, num_lines + 1))
+    for record in records:
+        i = record["line"] - 1
+        assert record["custom_id"] == f"c{i}"
+        choice = record["response"]["body"]["choices"][0]
+        assert choice["text"] == answer(f"p{i}", (3, 1, 9, 2)[i % 4])
+
+
+def test_O107_sigint_ends_the_job_within_5_seconds_and_it_can_resume(job):
+    write_lines(job.input, [SHORT] * 50)
+    with BatchProcess(job.input, job.output, Order.FINISHED) as batch:
+        batch.run_steps(5)
+        assert batch.process.stdout.readline() == b"step\n"  # inside a step
+        began = time.monotonic()
+        batch.process.send_signal(signal.SIGINT)
+        batch.process.stdin.write(b".")
+        assert batch.process.wait(timeout=5) == 130
+        assert time.monotonic() - began < 5
+    num_before = len(read_records(job.output))
+    assert 0 < num_before < 50
+    summary, records = job()
+    assert sorted(r["line"] for r in records) == list(range(1, 51))
+    assert summary.num_skipped == num_before
+
+
+def test_a_second_job_on_the_same_output_is_refused(job):
+    write_lines(job.input, [SHORT] * 50)
+    with BatchProcess(job.input, job.output, Order.FINISHED) as batch:
+        batch.run_steps(1)
+        with pytest.raises(ConfigError, match="in use"):
+            job()
