@@ -95,7 +95,7 @@ async def test_wait_ready_returns_when_serving_and_says_what_it_saw_otherwise():
 
 
 async def connection_survives(target: str, seconds: float) -> bool:
-    """Pings `target` as often as gRPC allows, without a call; returns whether the connection is still up."""
+    """Pings `target` as often as gRPC allows, with no call; returns whether it stayed connected."""
     options = [
         ("grpc.keepalive_time_ms", 50),
         ("grpc.keepalive_permit_without_calls", 1),

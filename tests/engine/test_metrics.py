@@ -1,0 +1,127 @@
+"""The engine's metrics: names, values, and what they cost the step."""
+
+from __future__ import annotations
+
+import timeit
+
+import pytest
+
+from jserve.engine.metrics import FINISH_REASONS, PHASES, EngineMetrics
+
+STEP = {
+    "schedule_s": 1e-4,
+    "pack_s": 1e-4,
+    "dispatch_s": 2e-4,
+    "wait_s": 0.02,
+    "post_s": 1e-4,
+    "step_s": 0.021,
+    "real_tokens": 5,
+    "padded_tokens": 3,
+}
+GAUGES = {
+    "running": 3,
+    "waiting": 1,
+    "pages_used": 7,
+    "pages_cached": 2,
+    "pages_free": 91,
+    "live_tokens": 100,
+    "overlap_active": True,
+}
+IDLE = {name: 0 for name in GAUGES} | {"pages_free": 100}
+HOST_LIMIT_S = 20e-6
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    return EngineMetrics()
+
+
+def value(metrics: EngineMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"jserve_{name}", labels)
+
+
+def test_every_metric_is_there_from_the_start_at_zero(metrics):
+    for name in (
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_latency_seconds"),
+        *("queue_time_seconds", "step_seconds"),
+    ):
+        assert value(metrics, f"{name}_count") == 0
+    for name in (
+        *("prompt_tokens_total", "output_tokens_total", "requests_running", "requests_waiting"),
+        *("live_tokens", "prefix_cache_hit_tokens_total", "prefix_cache_query_tokens_total"),
+        *("preemptions_total", "compilations_after_warmup_total", "overlap_active"),
+    ):
+        assert value(metrics, name) == 0
+    assert all(value(metrics, "requests_finished_total", reason=r) == 0 for r in FINISH_REASONS)
+    assert all(value(metrics, "kv_pages", state=s) == 0 for s in ("used", "cached", "free"))
+    assert all(value(metrics, "step_tokens_total", kind=k) == 0 for k in ("real", "padded"))
+    assert all(value(metrics, "step_host_seconds_count", phase=p) == 0 for p in PHASES)
+
+
+def test_a_request_is_counted_once_by_its_reason_with_its_tokens_and_times(metrics):
+    metrics.on_first_token(queue_s=0.25, ttft_s=0.5)
+    metrics.on_token_gap(0.125)
+    metrics.on_finish("stop", prompt_tokens=9, output_tokens=2, cached_tokens=8, e2e_s=0.625)
+    assert value(metrics, "queue_time_seconds_sum") == 0.25
+    assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
+    assert value(metrics, "inter_token_latency_seconds_sum") == 0.125
+    assert value(metrics, "e2e_latency_seconds_sum") == 0.625
+    assert value(metrics, "prompt_tokens_total") == value(
+        metrics, "prefix_cache_query_tokens_total"
+    )
+    assert value(metrics, "prompt_tokens_total") == 9
+    assert value(metrics, "output_tokens_total") == 2
+    assert value(metrics, "prefix_cache_hit_tokens_total") == 8
+    counted = {r: value(metrics, "requests_finished_total", reason=r) for r in FINISH_REASONS}
+    assert counted == dict.fromkeys(FINISH_REASONS, 0) | {"stop": 1}
+
+
+def test_an_unknown_finish_reason_is_no_new_series(metrics):
+    with pytest.raises(KeyError):
+        metrics.on_finish("tired", 1, 1, 0, 1.0)
+
+
+def test_a_step_records_each_phase_and_both_kinds_of_tokens(metrics):
+    metrics.on_step(**STEP)
+    for phase in PHASES:
+        assert value(metrics, "step_host_seconds_sum", phase=phase) == STEP[f"{phase}_s"]
+    assert value(metrics, "step_seconds_sum") == STEP["step_s"]
+    assert value(metrics, "step_tokens_total", kind="real") == 5
+    assert value(metrics, "step_tokens_total", kind="padded") == 3
+
+
+def test_gauges_show_the_last_state_and_go_back_to_zero_when_idle(metrics):
+    metrics.set_gauges(**GAUGES)
+    assert value(metrics, "requests_running") == 3
+    assert value(metrics, "kv_pages", state="cached") == 2
+    assert value(metrics, "overlap_active") == 1
+    metrics.set_gauges(**IDLE)
+    for name in ("requests_running", "requests_waiting", "live_tokens", "overlap_active"):
+        assert value(metrics, name) == 0
+    assert value(metrics, "kv_pages", state="free") == 100
+
+
+def test_preemptions_and_compilations_are_counted(metrics):
+    metrics.on_preemption(2)
+    metrics.on_compilation()
+    assert value(metrics, "preemptions_total") == 2
+    assert value(metrics, "compilations_after_warmup_total") == 1
+
+
+def test_two_engines_share_no_metric(metrics):
+    metrics.on_compilation()
+    assert value(EngineMetrics(), "compilations_after_warmup_total") == 0
+
+
+def test_latency_buckets_reach_from_1_ms_to_100_s(metrics):
+    for edge in ("0.001", "100.0"):
+        assert value(metrics, "time_to_first_token_seconds_bucket", le=edge) == 0
+
+
+def test_a_step_costs_less_than_20_microseconds_of_host_time(metrics):
+    def step():
+        metrics.on_step(**STEP)
+        metrics.set_gauges(**GAUGES)
+
+    # The best of many short runs: what the code costs, not what else the machine does.
+    assert min(timeit.repeat(step, number=100, repeat=200)) / 100 < HOST_LIMIT_S
