@@ -1,0 +1,175 @@
+"""The decoder: embedding, the loop over layers, final norm, logits. Knows no pages or requests.
+
+One layer function serves two loops: unrolled (CPU, GPU), where it is traced once and called L
+times, and scanned (TPU), over weights stacked on a leading axis. Letters: T tokens, S sampling
+rows, D width, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jserve.models.config import ModelConfig
+from jserve.models.head_layout import HeadLayout
+from jserve.models.layers import Attend, DecoderLayer, declare_params, linear, rms_norm
+from jserve.models.params import top_shapes
+from jserve.models.rope import rope_table
+
+LayerLoop = Literal["unrolled", "scanned"]
+
+
+class StepTokens(Protocol):
+    """What the decoder reads of a step's batch."""
+
+    token_ids: Int[Array, " T"]  # in [0, V); padding may be any id
+    positions: Int[Array, " T"]  # from 0
+
+
+class Decoder(nn.Module):
+    """Everything of a model but its layers' weights, which the loops take as an argument."""
+
+    config: ModelConfig
+    layout: HeadLayout
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        self.weights = declare_params(self, top_shapes(self.config, self.layout), self.dtype)
+
+    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "D T"]:
+        # ids are checked on the host; "clip" spares the select that would fill with NaN
+        x = jnp.take(self.weights["embed"], token_ids, axis=0, mode="clip").T
+        if self.config.embedding_scale == 1.0:
+            return x
+        return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded as in training
+
+    def final_norm(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
+        return rms_norm(x, self.weights["final_norm"], self.config.rms_norm_eps).astype(x.dtype)
+
+    def logits(self, hidden: Float[Array, "D S"]) -> Float[Array, "S V"]:
+        table = self.weights["embed" if self.config.tie_word_embeddings else "lm_head"]
+        out = linear(table, hidden, jnp.float32).T
+        cap = self.config.final_soft_cap
+        return out if cap is None else cap * jnp.tanh(out / cap)
+
+
+def decoder_apply(
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    batch: StepTokens,
+    kv_pool: Any,
+    attend: Attend,
+    loop: LayerLoop,
+) -> tuple[Float[Array, "D T"], Any]:
+    """Runs all layers over the tokens of one step.
+
+    Args:
+      params: the tree of params.py, "layers" stacked for the scanned loop; head counts are those
+        of the arrays, so that a padded layout needs no other setting.
+      config: the architecture. Dynamic rope takes max_position as the longest length served.
+      batch: token ids and positions.
+      kv_pool: any pytree; handed to `attend` layer after layer, and returned.
+      attend: the attention of one layer, with scale and soft cap bound by the caller.
+      loop: "unrolled" or "scanned".
+
+    Returns:
+      The hidden states after the final norm, in the dtype of the embedding, and the pool.
+
+    Raises:
+      ValueError: the loop does not fit the form of params["layers"].
+    """
+    layers = params["layers"]
+    if (loop == "scanned") != isinstance(layers, Mapping):
+        raise ValueError(f"{loop=} does not fit weights held as {type(layers).__name__}")
+    layout = _layout_of(params)
+    decoder, ends = Decoder(config, layout), {"params": _without_layers(params)}
+    tables = _rope_tables(config, batch.positions)  # [1 or 2, 2, H/2, T]
+
+    # A function made anew in each trace of the step, as `attend` may hold that trace's arrays.
+    # Under jit its L calls share one trace and one lowering, which XLA inlines.
+    @jax.jit
+    def run_layer(weights, x, kv_pool, layer, sliding_window, rope_index):
+        return DecoderLayer(config, layout).apply(
+            {"params": weights}, x, kv_pool, tables[rope_index], layer, sliding_window, attend
+        )
+
+    x = decoder.apply(ends, batch.token_ids, method="embed")
+    scalars = _layer_scalars(config)
+    if loop == "scanned":
+
+        def body(carry, inputs):  # the pool is carried: through xs and ys it would be copied
+            weights, scalars = inputs
+            return run_layer(weights, *carry, *scalars), None
+
+        (x, kv_pool), _ = jax.lax.scan(body, (x, kv_pool), (layers, scalars))
+    else:
+        for weights, *of_layer in zip(layers, *scalars, strict=True):
+            x, kv_pool = run_layer(weights, x, kv_pool, *of_layer)
+    return decoder.apply(ends, x, method="final_norm"), kv_pool
+
+
+def logits(
+    params: Mapping[str, Any], config: ModelConfig, hidden: Float[Array, "D S"]
+) -> Float[Array, "S V"]:
+    """Returns float32 logits of hidden states that `decoder_apply` returned, soft-capped if so."""
+    decoder = Decoder(config, _layout_of(params))
+    return decoder.apply({"params": _without_layers(params)}, hidden, method="logits")
+
+
+def init_params(
+    config: ModelConfig,
+    layout: HeadLayout,
+    key: Array,
+    dtype: jnp.dtype = jnp.float32,
+    stacked: bool = False,
+) -> dict[str, Any]:
+    """Draws random parameters in the form of params.py.
+
+    Every array is boxed with its logical axes: `flax.linen.unbox` takes them off. Under
+    jax.eval_shape this gives shapes and axes and draws nothing.
+    """
+    ends_key, *keys = jax.random.split(key, config.num_layers + 1)
+
+    def declared(module):
+        return module.weights
+
+    def init_layer(key):
+        return DecoderLayer(config, layout, dtype).init(key, method=declared)["params"]
+
+    ends = Decoder(config, layout, dtype).init(ends_key, method=declared)["params"]
+
+    if not stacked:
+        return {**ends, "layers": [init_layer(k) for k in keys]}
+    return {**ends, "layers": jax.vmap(init_layer)(jnp.stack(keys))}
+
+
+def _layout_of(params: Mapping[str, Any]) -> HeadLayout:
+    """The head counts of `params`; where each head came from is a loader's matter."""
+    layers = params["layers"]
+    qkv = layers["qkv"] if isinstance(layers, Mapping) else layers[0]["qkv"]
+    return HeadLayout(qkv.shape[-4], qkv.shape[-3] - 2, kv_heads=(), query_heads=())
+
+
+def _without_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in params.items() if name != "layers"}
+
+
+def _rope_tables(config: ModelConfig, positions: Int[Array, " T"]) -> Float[Array, "R 2 H/2 T"]:
+    ropes = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
+    return jnp.stack(
+        [rope_table(rope, config.head_dim, config.max_position, positions) for rope in ropes]
+    )
+
+
+def _layer_scalars(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns i32[L] each: layer index, sliding window, row of the rope tables."""
+    layer = np.arange(config.num_layers, dtype=np.int32)
+    sliding_window = np.array(config.sliding_windows or [0] * config.num_layers, np.int32)
+    is_local = (sliding_window > 0) & (config.rope_local is not None)
+    return layer, sliding_window, is_local.astype(np.int32)

@@ -1,0 +1,155 @@
+"""One decoder layer, for every family. Knows weights and activations, not pages or requests.
+
+Activations are feature-major, [D, T], from the embedding to the logits: see `linear`. Letters:
+T tokens, D width, N query heads, K KV heads, G = N // K, H head_dim, F MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jserve.models.config import ModelConfig
+from jserve.models.head_layout import HeadLayout
+from jserve.models.params import ParamShape, is_norm, layer_shapes
+from jserve.models.rope import apply_rope
+
+# Which mesh axis each logical axis of params.py is split over.
+LOGICAL_AXIS_RULES = (("vocab", "model"), ("kv_heads", "model"), ("mlp", "model"))
+WEIGHT_STDDEV = 0.02  # of randomly initialised weights
+
+
+class Attend(Protocol):
+    """Writes one layer's keys and values into the pool and attends to it."""
+
+    def __call__(
+        self,
+        q: Float[Array, "T N H"],
+        kv: Float[Array, "T 2K H"],
+        kv_pool: Any,
+        layer: Int[Array, ""],
+        sliding_window: Int[Array, ""],
+    ) -> tuple[Float[Array, "T N H"], Any]:
+        """Takes rotated queries and keys; kv has rows K0 V0 K1 V1 ...; window 0 is global.
+
+        Returns the attention output in the dtype of q, and the new pool.
+        """
+
+
+def declare_params(
+    module: nn.Module, shapes: Mapping[str, ParamShape], dtype: jnp.dtype
+) -> dict[str, Array]:
+    """Declares `shapes` as parameters of `module`, with their logical axes, and returns them."""
+
+    def declare(name: str, spec: ParamShape) -> Array:
+        if is_norm(name):
+            init, dtype_ = nn.initializers.ones, jnp.float32
+        elif name.endswith("bias"):
+            init, dtype_ = nn.initializers.zeros, dtype
+        else:
+            init, dtype_ = nn.initializers.normal(WEIGHT_STDDEV), dtype
+        boxed = nn.with_logical_partitioning(init, spec.logical_axes)
+        return module.param(name, boxed, spec.shape, dtype_)
+
+    return {name: declare(name, spec) for name, spec in shapes.items()}
+
+
+def linear(
+    w: Float[Array, "*out *in"], x: Float[Array, "*in T"], dtype: jnp.dtype | None = None
+) -> Float[Array, "*out T"]:
+    """Returns w @ x, summed in float32, in `dtype` or else the dtype of x.
+
+    The weight is the left operand because a CPU's matmul packs its right operand at every call:
+    here the few activations, not the whole weight. That needs activations to be feature-major, as
+    XLA folds (w @ x.T).T back into x @ w.T. The axes of w are left as they are, not merged,
+    so that any of them may be sharded; XLA itself makes it one plain 2-D product.
+    """
+    num_in = x.ndim - 1
+    contract = (tuple(range(w.ndim - num_in, w.ndim)), tuple(range(num_in)))
+    out = jax.lax.dot_general(w, x, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return out.astype(x.dtype if dtype is None else dtype)
+
+
+def rms_norm(
+    x: Float[Array, "*shape"], scale: Float[Array, " features"], eps: float, axis: int = 0
+) -> Float[Array, "*shape"]:
+    """Divides x by its root mean square over `axis` and multiplies by scale; float32 result.
+
+    Source: Root Mean Square Layer Normalization (arXiv 1910.07467).
+    """
+    x = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True) + eps)
+    others = [i for i in range(x.ndim) if i != axis % x.ndim]
+    return x * inverse * jnp.expand_dims(scale, others)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each normed before, and in Gemma after, around a residual stream.
+
+    Attributes:
+      config: the architecture.
+      layout: heads as the parameters have them.
+      dtype: of weights made by `init`; norm scales are float32.
+    """
+
+    config: ModelConfig
+    layout: HeadLayout
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        self.weights = declare_params(self, layer_shapes(self.config, self.layout), self.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "D T"],
+        kv_pool: Any,
+        rope: Float[Array, "2 H/2 T"],
+        layer: Int[Array, ""],
+        sliding_window: Int[Array, ""],
+        attend: Attend,
+    ) -> tuple[Float[Array, "D T"], Any]:
+        """Returns the residual stream after this layer, in the dtype of x, and the new pool."""
+        delta = self._norm(x, "attn_norm")
+        delta, kv_pool = self._attention(delta, kv_pool, rope, layer, sliding_window, attend)
+        x = x + self._norm(delta, "post_attn_norm")
+        delta = self._mlp(self._norm(x, "mlp_norm"))
+        return x + self._norm(delta, "post_mlp_norm"), kv_pool
+
+    def _norm(self, x: Float[Array, "D T"], name: str) -> Float[Array, "D T"]:
+        """Norms x where the family has the norm `name`."""
+        if name not in self.weights:
+            return x
+        return rms_norm(x, self.weights[name], self.config.rms_norm_eps).astype(x.dtype)
+
+    def _linear(self, x: Float[Array, "*in T"], name: str) -> Float[Array, "*out T"]:
+        out = linear(self.weights[name], x)
+        bias = self.weights.get(f"{name}_bias")
+        return out if bias is None else out + bias[..., None]
+
+    def _attention(self, x, kv_pool, rope, layer, sliding_window, attend):
+        G, eps = self.layout.group_size, self.config.rms_norm_eps
+        qkv = self._linear(x, "qkv")  # [K, G+2, H, T]
+        K, _, H, T = qkv.shape
+        qk, v = qkv[:, : G + 1].astype(jnp.float32), qkv[:, G + 1 :]
+        if self.config.qk_norm:
+            q = rms_norm(qk[:, :G], self.weights["q_norm"], eps, axis=2)
+            k = rms_norm(qk[:, G:], self.weights["k_norm"], eps, axis=2)
+            qk = jnp.concatenate([q, k], axis=1)
+        qk = apply_rope(qk, rope).astype(x.dtype)
+        q = qk[:, :G].transpose(3, 0, 1, 2).reshape(T, K * G, H)
+        kv = jnp.concatenate([qk[:, G:], v], axis=1).transpose(3, 0, 1, 2).reshape(T, 2 * K, H)
+        out, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        return self._linear(out.reshape(T, K, G, H).transpose(1, 2, 3, 0), "o"), kv_pool
+
+    def _mlp(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
+        gate, up = self._linear(x, "gate_up").astype(jnp.float32)
+        if self.config.activation == "silu":
+            gate = jax.nn.silu(gate)
+        else:
+            gate = jax.nn.gelu(gate, approximate=True)
+        return self._linear((gate * up).astype(x.dtype), "down")
