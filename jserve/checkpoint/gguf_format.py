@@ -88,7 +88,8 @@ def read_rows(
     file: GgufFile, tensor: GgufTensor, order: np.ndarray | None, start: int, stop: int
 ) -> np.ndarray:
     """Returns rows [start, stop) of a tensor as float32; `order` says where each row lies."""
-    raw = np.memmap(file.path, np.uint8, mode="r", offset=tensor.offset, shape=tensor.num_bytes)
+    mapped = np.memmap(file.path, np.uint8, mode="r", offset=tensor.offset, shape=tensor.num_bytes)
+    raw = np.asarray(mapped)  # slicing a memmap object costs ten times as much
     if len(tensor.shape) == 1:  # its elements are the rows
         return dequantize(raw, tensor.kind)[start:stop]
     rows = raw.reshape(tensor.shape[0], -1)  # quantised blocks never cross a row

@@ -135,6 +135,11 @@ def _text_model_name(name: str) -> str:
 _MODEL_IGNORABLE = tuple("model." + prefix for prefix in IGNORABLE_PREFIXES)
 
 
+def default_sharding(axes: Axes) -> jax.sharding.Sharding:
+    """Puts everything on the first device."""
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
 def load_params(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -158,7 +163,9 @@ def load_params(
       CheckpointError: a tensor is missing, unknown or misshapen; before any is read.
     """
     tensors = checked_tensors(checkpoint, config)
-    dtype, sharding = jnp.dtype(dtype), sharding or _default_sharding
+    dtype, sharding = jnp.dtype(dtype), sharding or default_sharding
+    if checkpoint.restore is not None and layout.is_identity:
+        return checkpoint.restore(config, layout, dtype, sharding, stacked)
     parts = layer_tensors(config)
 
     def place(leaf: str, shape: ParamShape, names: Sequence[str]) -> jax.Array:
@@ -216,7 +223,3 @@ def stack(
     for layer, array in enumerate(arrays):
         stacked = jax.block_until_ready(write(stacked, array, np.int32(layer)))
     return stacked
-
-
-def _default_sharding(axes: Axes) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])

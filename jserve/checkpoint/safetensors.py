@@ -155,4 +155,6 @@ def _read_rows(
     """Maps rows [start, stop) of a tensor; the pages leave memory with the returned array."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = (stop - start, *shape[1:])
-    return np.memmap(file, dtype, mode="r", offset=offset + start * row_bytes, shape=rows)
+    return np.asarray(
+        np.memmap(file, dtype, mode="r", offset=offset + start * row_bytes, shape=rows)
+    )

@@ -49,6 +49,8 @@ class Checkpoint:
       tokenizer_folder: folder with Hugging Face tokenizer files, or None.
       gguf_metadata: key-value pairs of a GGUF file as plain Python values, or None.
       chat_template: Jinja source, or None.
+      restore: places all parameters at once (arguments of `mapping.load_params` after the
+        checkpoint), where the layout of heads is the model's own; None where only `entries` can.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Checkpoint:
     tokenizer_folder: Path | None = None
     gguf_metadata: dict[str, Any] | None = None
     chat_template: str | None = None
+    restore: Callable[..., dict[str, Any]] | None = None
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
