@@ -68,7 +68,8 @@ async def serve(
 ) -> None:
     """Serves until `signals.stop`, then drains for up to `drain_timeout_s` seconds.
 
-    `engine_factory` runs in a thread of its own, so that health answers NOT_SERVING meanwhile.
+    `engine_factory` returns an engine that is warm. It runs in a thread of its own, so that health
+    answers NOT_SERVING meanwhile.
 
     Raises:
       ConfigError: an address cannot be bound.
