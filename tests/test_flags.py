@@ -111,6 +111,12 @@ def test_each_departure_of_a_preset_stands_under_a_comment(preset):
         assert paragraph.startswith("# ")
 
 
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p != "interactive_chat"])
+def test_presets_that_are_not_for_chat_serve_offline_jobs_too(preset):
+    engine_only = tuple(section for section in SECTIONS if section != "server")
+    parsed(f"--flagfile={ROOT / 'configs' / preset}.flags", sections=engine_only)
+
+
 def test_a_later_argument_wins_over_a_preset():
     path = ROOT / "configs" / "interactive_chat.flags"
     config = config_from_flags(parsed(f"--flagfile={path}", "--prefill_chunk=64"))
