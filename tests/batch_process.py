@@ -1,27 +1,35 @@
-"""Runs a batch job over the fake engine in a process of its own, to be killed or interrupted.
+"""The batch command over the fake engine in a process of its own, to be killed or interrupted.
 
-Each step waits for a byte on stdin, so that the parent decides how far the job gets; at the end
-of stdin the job runs on freely.
+Loading the model and each step print a line, and then wait for a byte on stdin, so that the parent
+decides how far the job gets; at the end of stdin it runs on freely.
 """
 
 from __future__ import annotations
 
 import sys
+import types
 
-from jserve.batch import BatchOptions, Order, run_batch
-from jserve.batch.main import StopFlag
+from jserve.batch import run
+from jserve.config import EngineConfig
+from jserve.errors import CheckpointError
 from tests.fake_engine import FakeEngine
 
 
-def wait_for_leave() -> None:
-    print("step", flush=True)
+def announce(event: str) -> None:
+    print(event, flush=True)
     sys.stdin.buffer.read(1)
 
 
+def build_engine(config: EngineConfig) -> FakeEngine:
+    announce("load")
+    if config.model.model == "damaged.gguf":
+        raise CheckpointError("damaged.gguf: the file is damaged")
+    return FakeEngine(before_step=lambda: announce("step"))
+
+
 if __name__ == "__main__":
-    input_path, output_path, order = sys.argv[1:]
-    with StopFlag().installed() as stop:
-        engine = FakeEngine(before_step=wait_for_leave)
-        options = BatchOptions(order=Order(order), max_in_flight=8)
-        summary = run_batch(engine, input_path, output_path, options, should_stop=stop)
-    sys.exit(130 if summary.interrupted else 0)
+    # The one place the command gets its engine from; the real one would bring jax and a model.
+    build = types.ModuleType("jserve.build")
+    build.build_engine = build_engine  # type: ignore[attr-defined]
+    sys.modules["jserve.build"] = build
+    run()

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from jserve.errors import EngineDead, InvalidRequest, Overloaded
+from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
 
 VOCAB_SIZE = 128  # ASCII
@@ -33,7 +33,10 @@ class _Running:
 
 
 class FakeEngine:
-    """Each step gives one token to each of the first `max_num_seqs` requests, in order."""
+    """Each step gives one token to each of the first `max_num_seqs` requests, in order.
+
+    A request with a timeout meets its deadline at its second token; tenant "cursed" fails.
+    """
 
     tokenizer = FakeTokenizer()
 
@@ -108,6 +111,13 @@ class FakeEngine:
         row.generated.append(token)
         sampling = row.request.sampling
         stopped = chr(token) in sampling.stop
+        if row.request.timeout_s is not None and len(row.generated) > 1:
+            late = DeadlineExceeded(f"took longer than {row.request.timeout_s:g} s")
+            return RequestUpdate(request_id=row.request_id, finish_reason="deadline", error=late)
+        if row.request.tenant == "cursed":
+            return RequestUpdate(
+                request_id=row.request_id, finish_reason="error", error=RuntimeError("bad page")
+            )
         last = stopped or len(row.generated) == row.max_tokens
         n = sampling.logprobs
         return RequestUpdate(

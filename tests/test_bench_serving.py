@@ -424,7 +424,9 @@ async def test_warm_up_requests_are_left_out_of_the_results():
             "--request_rate=500",
         )
         results = await bench.run_load(values, bench.make_requests(values))
-        assert len(served.engine.requests) == 5
+        sent = [r.prompt_token_ids for r in served.engine.requests]
+    assert len(sent) == 5
+    assert not set(map(tuple, sent[:2])) & set(map(tuple, sent[2:]))  # no help from a prefix cache
     assert len(results) == 3
 
 

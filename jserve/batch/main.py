@@ -6,6 +6,7 @@ the files are no good, or the engine failed, 130 interrupted; run again to go on
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from jserve.batch.journal import Journal
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import SECTIONS, config_from_flags, define_flags
 
+STOP_NOTICE = b"\njserve-batch: stopping after this step; once more stops at once\n"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -38,6 +40,7 @@ class StopFlag:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
+        os.write(2, STOP_NOTICE)  # print may be what the signal has interrupted
 
     @contextmanager
     def installed(self) -> Iterator[StopFlag]:

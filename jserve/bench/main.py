@@ -100,10 +100,10 @@ async def run_load(values: Any, requests: list[GenerateRequest]) -> list[Request
     results: list[RequestResult] = []
     try:
         if values.num_warmup:
-            warmup: list[RequestResult] = []
-            sample = workload.take(requests, values.num_warmup, values.seed)
-            await closed_loop(backend, sample, values.concurrency or 1, warmup.append)
-            if errors := [r.error for r in warmup if r.error]:
+            warm: list[RequestResult] = []
+            sample = workload.warmup(requests, values.num_warmup, values.seed)
+            await closed_loop(backend, sample, values.concurrency or 1, warm.append)
+            if errors := [r.error for r in warm if r.error]:
                 raise JserveError(f"a warm-up request failed: {errors[0]}")
         with tqdm(total=len(requests), unit="request", disable=not values.progress) as bar:
 

@@ -153,6 +153,21 @@ def take(requests: list[GenerateRequest], num_requests: int, seed: int) -> list[
     return [requests[i] for i in sorted(chosen)]
 
 
+def warmup(requests: list[GenerateRequest], num_requests: int, seed: int) -> list[GenerateRequest]:
+    """Returns requests of the same lengths with their prompts reversed: the run that follows must
+    not find its own prompts in the server's prefix cache."""
+
+    def reverse(request: GenerateRequest) -> GenerateRequest:
+        if request.messages is not None:
+            turns = [dict(m, content=str(m["content"])[::-1]) for m in request.messages]
+            return dataclasses.replace(request, messages=turns)
+        if request.prompt is not None:
+            return dataclasses.replace(request, prompt=request.prompt[::-1])
+        return dataclasses.replace(request, prompt_token_ids=(request.prompt_token_ids or ())[::-1])
+
+    return [reverse(request) for request in take(requests, num_requests, seed)]
+
+
 def arrival_times(
     num_requests: int, request_rate: float, burstiness: float, seed: int
 ) -> list[float]:
