@@ -20,8 +20,8 @@ class Traffic(RuleBasedStateMachine):
     """One engine loop with up to one step in flight, driven by hypothesis."""
 
     @initialize(
-        num_pages=st.integers(6, 24),
-        slots=st.integers(1, 5),
+        num_pages=st.integers(10, 22),
+        slots=st.integers(2, 6),
         chunk=st.integers(1, 20),
         budget_extra=st.integers(0, 24),
         overlap=st.booleans(),
@@ -48,8 +48,8 @@ class Traffic(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        length=st.integers(1, 40),
-        max_tokens=st.integers(1, 20),
+        length=st.integers(1, 24),
+        max_tokens=st.integers(1, 30),
         family=st.integers(0, 2),
         priority=st.integers(0, 1),
         stop=st.booleans(),
@@ -73,7 +73,12 @@ class Traffic(RuleBasedStateMachine):
         self.live.append(request)
         self.seen[request] = []
 
-    @rule()
+    @rule(count=st.integers(1, 12))
+    def run(self, count):
+        for _ in range(count):
+            self.step()
+            self.scheduler.check_integrity()
+
     def step(self):
         plan = self.scheduler.schedule(now=0.0)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
@@ -131,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 Traffic.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
