@@ -1,0 +1,254 @@
+"""Turns chat messages into a model's prompt. Knows templates and special tokens: no models, clients
+or tools.
+
+Templates come with model files and are not trusted: they run in Jinja's sandbox. jinja2 is used
+directly, set up as templates written for Hugging Face expect, because it imports in 0.07 s;
+transformers' helper does the same in 0.8 s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jserve.errors import CheckpointError, InvalidRequest
+from jserve.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+# Unicode sets these aside for a program's inner use; text that people exchange never holds them.
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+
+class _Generation(Extension):
+    """Ignores `{% generation %}`, which marks what training should learn."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # no HTML escapes
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+def _text_content(content: Any, where: str) -> str | None:
+    """Message content as one text; parts of type "text" are joined by newlines."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise InvalidRequest(f"{where}.content is {type(content).__name__}, not a text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f'{where}.content has a part of type {kind!r}; use "text" only')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    """Copies of the messages, each with a role and a text. Raises InvalidRequest."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest('messages is not a list of at least one {"role": ..., "content": ...}')
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f'{where} is not a {{"role": ..., "content": ...}} with a role')
+        copy = dict(message)
+        copy["content"] = _text_content(message.get("content"), where)
+        checked.append(copy)
+    return checked
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(k, change): _map_strings(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _strings(value: Any) -> Iterable[str]:
+    found: list[str] = []
+    _map_strings(value, lambda text: found.append(text) or text)
+    return found
+
+
+class ChatTemplate:
+    """A model's chat template, ready to render.
+
+    Attributes:
+      source: the Jinja source, or None where the model has no template.
+
+    Raises:
+      CheckpointError: the source is not a Jinja template.
+    """
+
+    def __init__(
+        self, source: str | None, bos_token: str = "", eos_token: str = "", **variables: Any
+    ) -> None:
+        self.source = source
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the model's chat template is broken at line {error.lineno}: {error.message}"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt of a chat.
+
+        `continue_final_message` ends the prompt inside the last message, for the model to go on
+        with it, and so leaves the generation prompt out.
+
+        Raises:
+          InvalidRequest: no template, malformed messages, or the template's own refusal.
+        """
+        return self._render(_checked(messages), add_generation_prompt, continue_final_message)
+
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, unfinished: bool
+    ) -> str:
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template; send a prompt instead")
+        final, mark = messages[-1]["content"], ""
+        if unfinished:
+            if not isinstance(final, str):
+                raise InvalidRequest("continue_final_message needs a text in the last message")
+            mark = _unused(_strings(messages))
+            # The space shows whether the template trims contents.
+            messages = [*messages[:-1], {**messages[-1], "content": final + mark + " "}]
+        try:
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt and not unfinished,
+                tools=None,
+                documents=None,
+                **self._variables,
+            )
+        except Exception as error:  # a template may fail in any way on what it did not expect
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidRequest(f"the chat template refused the messages: {reason}") from error
+        if not unfinished:
+            return text
+        text, found, rest = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest("the chat template does not show the last message's content")
+        return text if rest.startswith(" ") else text.rstrip()
+
+
+def _unused(texts: Iterable[str]) -> str:
+    """A noncharacter that is in none of `texts`."""
+    used = set().union(*texts)
+    mark = next((char for char in _NONCHARACTERS if char not in used), None)
+    if mark is None:
+        raise InvalidRequest("messages hold every Unicode noncharacter from U+FDD0 to U+FDEF")
+    return mark
+
+
+def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template that came with a tokenizer's files. Raises CheckpointError if broken."""
+    return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of a chat's prompt: those of the rendered text and no others.
+
+    BOS is there if and only if the template writes it. Special tokens' text inside the messages is
+    data: it stays readable text and never becomes a control id, so no message can forge a turn.
+    Everything else gets the ids that it would have without this protection.
+
+    Raises:
+      InvalidRequest: as `ChatTemplate.render`.
+    """
+    checked = _checked(messages)
+    forged: list[str] = []
+    mark = ""
+    if any(tokenizer.special_spans(text) for text in _strings(checked)):
+        mark = _unused(_strings(checked))
+
+        def hide(text: str) -> str:
+            parts, done = [], 0
+            for _, start, end in tokenizer.special_spans(text):
+                parts.append(f"{text[done:start]}{mark}{len(forged)}{mark}")
+                forged.append(text[start:end])
+                done = end
+            return "".join(parts) + text[done:]
+
+        checked = _map_strings(checked, hide)
+    text = template._render(checked, add_generation_prompt, continue_final_message)
+    return _encode_with_forged(tokenizer, text, mark, forged)
+
+
+def _encode_with_forged(
+    tokenizer: Tokenizer, text: str, mark: str, forged: Sequence[str]
+) -> list[int]:
+    """Ids of `text`, where each `mark`, number, `mark` stands for a forged text, put back as such.
+
+    The whole text is encoded once, forged texts and all, and only then are the special ids at
+    their places replaced: so what surrounds them is encoded as it always is.
+    """
+    if not forged:
+        return tokenizer.encode(text, add_special_tokens=False)
+    pieces = re.split(f"{mark}([0-9]+){mark}", text)
+    places: set[int] = set()  # characters that are part of forged texts
+    length = 0
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            piece = pieces[index] = forged[int(piece)]
+            places.update(range(length, length + len(piece)))
+        length += len(piece)
+    restored = "".join(pieces)
+    ids: list[int] = []
+    for token_id, (start, end) in zip(*tokenizer.encode_with_offsets(restored), strict=True):
+        is_special = token_id in tokenizer.special_token_ids
+        if is_special and not places.isdisjoint(range(start, end)):
+            ids += tokenizer.encode_plain(restored[start:end])
+        else:
+            ids.append(token_id)
+    return ids
