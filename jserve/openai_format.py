@@ -12,9 +12,11 @@ from numbers import Integral
 from typing import Any
 
 from jserve.errors import InvalidRequest
-from jserve.messages import GenerateRequest, TokenLogprobs
+from jserve.messages import GenerateRequest
 from jserve.offline import CompletionOutput, RequestOutput
 from jserve.sampling_params import SamplingParams
+
+TokenBytes = Callable[[int], bytes]
 
 
 class Endpoint(StrEnum):
@@ -124,14 +126,14 @@ def response_body(
     *,
     model: str,
     created: int,
-    token_text: Callable[[int], str],
+    token_bytes: TokenBytes,
     with_token_ids: bool = False,
 ) -> dict[str, Any]:
     """Shapes a finished output as the body of a (non-streaming) OpenAI response.
 
     Args:
       created: seconds since the epoch.
-      token_text: the text of one token id, special ones included.
+      token_bytes: the bytes that a token id stands for, as the tokenizer has it.
       with_token_ids: add `token_ids` to the choice and `prompt_token_ids` to the body.
     """
     completion = output.outputs[0]
@@ -139,10 +141,10 @@ def response_body(
     choice: dict[str, Any] = {"index": completion.index}
     if chat:
         choice["message"] = {"role": "assistant", "content": completion.text}
-        choice["logprobs"] = _chat_logprobs(completion, token_text)
+        choice["logprobs"] = _chat_logprobs(completion, token_bytes)
     else:
         choice["text"] = completion.text
-        choice["logprobs"] = _completion_logprobs(completion, token_text)
+        choice["logprobs"] = _completion_logprobs(completion, token_bytes)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     body: dict[str, Any] = {
@@ -169,26 +171,22 @@ def usage_body(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _named(token_id: int, token_text: Callable[[int], str]) -> str:
-    """The token's text, or its id where it is only a part of a character: texts must not clash."""
-    text = token_text(token_id)
-    return f"token_id:{token_id}" if not text or "\ufffd" in text else text
+def _named(data: bytes) -> str:
+    """The token's text, or "bytes:\\xf0\\x9f" where it is a part of a character, as OpenAI has it:
+    two tokens must never have one name."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _chat_logprobs(
-    completion: CompletionOutput, token_text: Callable[[int], str]
-) -> dict[str, Any] | None:
+def _chat_logprobs(completion: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        name = _named(token_id, token_text)
-        whole = name == token_text(token_id)
-        return {
-            "token": name,
-            "logprob": logprob,
-            "bytes": list(name.encode()) if whole else None,
-        }
+        data = token_bytes(token_id)
+        return {"token": _named(data), "logprob": logprob, "bytes": list(data)}
 
     return {
         "content": [
@@ -199,13 +197,16 @@ def _chat_logprobs(
 
 
 def _completion_logprobs(
-    completion: CompletionOutput, token_text: Callable[[int], str]
+    completion: CompletionOutput, token_bytes: TokenBytes
 ) -> dict[str, Any] | None:
-    points: list[TokenLogprobs] | None = completion.logprobs
-    if points is None:
+    if completion.logprobs is None:
         return None
+
+    def name(token_id: int) -> str:
+        return _named(token_bytes(token_id))
+
     return {
-        "tokens": [_named(p.token_id, token_text) for p in points],
-        "token_logprobs": [p.logprob for p in points],
-        "top_logprobs": [{_named(i, token_text): v for i, v in p.top} for p in points],
+        "tokens": [name(p.token_id) for p in completion.logprobs],
+        "token_logprobs": [p.logprob for p in completion.logprobs],
+        "top_logprobs": [{name(i): logprob for i, logprob in p.top} for p in completion.logprobs],
     }

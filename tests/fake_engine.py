@@ -11,6 +11,7 @@ from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overload
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
 
 VOCAB_SIZE = 128  # ASCII
+SPLIT_CHARACTER = 127  # stands for half of an emoji
 
 
 class FakeTokenizer:
@@ -21,6 +22,9 @@ class FakeTokenizer:
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"\xf0\x9f" if token_id == SPLIT_CHARACTER else bytes([token_id])
 
 
 @dataclass

@@ -17,6 +17,7 @@ from jserve.batch import BatchOptions, Order, run_batch
 from jserve.batch import job as batch_job
 from jserve.batch import lines as batch_lines
 from jserve.batch.main import STOP_NOTICE
+from jserve.batch.progress import BatchProgress
 from jserve.errors import ConfigError, EngineDead
 from tests.fake_engine import FakeEngine, answer
 
@@ -107,6 +108,12 @@ def test_logprobs_come_in_the_shape_of_their_endpoint(job):
     content = records[1]["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert (content[0]["token"], content[0]["bytes"]) == (";", [59])
     assert content[0]["top_logprobs"][0]["logprob"] == -0.5
+
+
+def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes(job):
+    _, (record,) = job([{"prompt_token_ids": [127], "max_tokens": 1, "logprobs": 1}])
+    point = record["response"]["body"]["choices"][0]["logprobs"]
+    assert point["tokens"] == [r"bytes:\xf0\x9f"]
 
 
 @pytest.mark.parametrize("order", list(Order))
@@ -216,6 +223,14 @@ def test_what_ends_a_request_early_is_its_line_s_error(job):
     assert (summary.num_ok, summary.num_errors) == (1, 2)
 
 
+def test_lines_done_before_move_the_bar_but_not_the_rate_behind_its_eta(capfd):
+    with BatchProgress(100, enabled=True) as progress:
+        progress.skip(40)
+        progress.answered(20, 5, ok=True)
+        shown = progress._bar.format_dict
+        assert (shown["n"], shown["initial"], shown["total"]) == (60, 40, 100)
+
+
 def test_the_progress_bar_tells_the_rate_and_reaches_the_end_after_a_resume_too(job, capfd):
     job([SHORT] * 10, progress=True, should_stop=stop_after(14))
     assert "100%" not in capfd.readouterr().err
@@ -291,7 +306,8 @@ def stop_after(num_calls):
 @pytest.mark.parametrize("order", list(Order))
 def test_a_stopped_job_resumes_with_no_line_lost_or_done_twice(job, order):
     lines = [{"custom_id": f"c{i}", "prompt": f"p{i}", "max_tokens": 1 + i % 7} for i in range(30)]
-    lines[4] = lines[3]  # a doubled custom_id must be one whichever run sees it
+    # a doubled custom_id must be one whichever run sees it, and whichever run saw the first
+    lines[4] = lines[29] = lines[3]
     job(lines, order=order, max_in_flight=4, should_stop=stop_after(40))
     before = job.output.read_bytes()
     num_before = before.count(b"\n")
@@ -302,7 +318,10 @@ def test_a_stopped_job_resumes_with_no_line_lost_or_done_twice(job, order):
     assert sorted(r["line"] for r in records) == list(range(1, 31))
     assert summary.num_skipped == num_before
     assert summary.num_ok + summary.num_errors == 30 - num_before
-    assert "before" in error_of(next(r for r in records if r["line"] == 5))
+    by_line = {r["line"]: r for r in records}
+    assert "before" in error_of(by_line[5])
+    assert "before" in error_of(by_line[30])
+    assert by_line[4]["response"]
     if order == Order.INPUT:
         assert [r["line"] for r in records] == list(range(1, 31))
 
@@ -479,11 +498,14 @@ def test_O107_a_second_sigint_does_not_wait_for_the_step(job):
 
 def test_a_second_job_on_the_same_output_is_refused_before_it_loads_a_model(job):
     write_lines(job.input, [SHORT] * 50)
-    with BatchProcess(job) as first, BatchProcess(job) as second:
+    with BatchProcess(job) as first:
         first.run_steps(1)
         with pytest.raises(ConfigError, match="in use"):
             job()
-        second.process.kill()
+        with BatchProcess(job) as second:
+            code, stdout, stderr = second.run_on()
+    assert (code, stdout) == (1, "")
+    assert "in use" in stderr
 
 
 @pytest.mark.parametrize(

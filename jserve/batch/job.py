@@ -242,7 +242,7 @@ class _Job:
             result,
             model=self._options.model_name,
             created=int(time.time()),
-            token_text=lambda i: self._tokenizer.decode([i], skip_special_tokens=False),
+            token_bytes=self._tokenizer.token_bytes,
             with_token_ids=entry.task.return_token_ids,
         )
         response = {"status_code": 200, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
