@@ -29,7 +29,11 @@ TOP_TENSORS = {
 # buffers that old files hold and that the decoder computes itself
 IGNORABLE_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # the parts of Gemma3ForConditionalGeneration that are not its text model
-IGNORABLE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+IGNORABLE_PREFIXES = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "multi_modal_projector.")
+)
 
 
 def layer_tensors(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -127,12 +131,7 @@ def _text_model_name(name: str) -> str:
     """Strips what multimodal checkpoints put around the names of their text model."""
     if name.startswith("model.language_model."):  # transformers 5
         return "model." + name.removeprefix("model.language_model.")
-    if name.startswith("language_model."):
-        return name.removeprefix("language_model.")
-    return name.removeprefix("model.") if name.startswith(_MODEL_IGNORABLE) else name
-
-
-_MODEL_IGNORABLE = tuple("model." + prefix for prefix in IGNORABLE_PREFIXES)
+    return name.removeprefix("language_model.")
 
 
 def default_sharding(axes: Axes) -> jax.sharding.Sharding:
@@ -150,9 +149,9 @@ def load_params(
 ) -> dict[str, Any]:
     """Returns the model's parameters on the devices, with the tree of `params.param_shapes`.
 
-    Host memory beyond the devices' own: one parameter (of one layer), a few megabytes of its
-    source, and nothing of the file. On CPU, where the host is the device, the peak is therefore
-    the model's size in `dtype` plus its largest parameter.
+    Host memory besides what is on devices: one parameter (of one layer) and a few megabytes of
+    the file. On CPU, where the host is the device, the peak is the model's size in `dtype` plus
+    its largest parameter (stacked: plus a second copy of a layer's largest).
 
     Args:
       dtype: float32 or bfloat16, of everything but norm scales, which are float32.
@@ -174,52 +173,49 @@ def load_params(
         # waiting here is what keeps a second parameter from being assembled meanwhile
         return jax.block_until_ready(jax.device_put(host, sharding(shape.logical_axes)))
 
-    def place_layer(layer: int, leaf: str, shape: ParamShape) -> jax.Array:
-        return place(leaf, shape, [f"model.layers.{layer}.{part}" for part in parts[leaf]])
-
     # the largest first, while there is most room
     params: dict[str, Any] = {
         leaf: place(leaf, shape, [TOP_TENSORS[leaf]])
         for leaf, shape in top_shapes(config, layout).items()
     }
-    shapes, layers = layer_shapes(config, layout), range(config.num_layers)
-    if stacked:
-        params["layers"] = {
-            leaf: stack(
-                (place_layer(layer, leaf, shape) for layer in layers),
-                config.num_layers,
-                shape,
-                np.dtype(np.float32) if is_norm(leaf) else dtype,
-                sharding,
-            )
-            for leaf, shape in shapes.items()
-        }
-    else:
-        params["layers"] = [
-            {leaf: place_layer(layer, leaf, shape) for leaf, shape in shapes.items()}
-            for layer in layers
-        ]
-    return params
+    shapes = layer_shapes(config, layout)
+    layers = (
+        (layer, leaf, place(leaf, shape, [f"model.layers.{layer}.{p}" for p in parts[leaf]]))
+        for layer in range(config.num_layers)
+        for leaf, shape in shapes.items()
+    )
+    return params | {"layers": gather_layers(layers, config, layout, dtype, sharding, stacked)}
 
 
-def stack(
-    arrays: Iterator[jax.Array],
-    num_layers: int,
-    shape: ParamShape,
+def gather_layers(
+    arrays: Iterator[tuple[int, str, jax.Array]],
+    config: ModelConfig,
+    layout: HeadLayout,
     dtype: np.dtype,
     sharding: ShardingOf,
-) -> jax.Array:
-    """Returns `arrays` stacked on a leading axis, holding one of them at a time besides the stack.
+    stacked: bool,
+) -> list[dict[str, jax.Array]] | dict[str, jax.Array]:
+    """Returns the (layer, name, parameter) triples of `arrays` as the tree's "layers".
 
-    The stack is written in place on the devices (donated), never gathered on the host.
+    Stacked arrays are written in place on the devices (donated), one parameter at a time: they
+    are never gathered on the host.
     """
-    target = sharding((None, *shape.logical_axes))
-    write = jax.jit(
-        lambda stacked, array, layer: jax.lax.dynamic_update_index_in_dim(stacked, array, layer, 0),
-        donate_argnums=0,
-        out_shardings=target,
-    )
-    stacked = jnp.zeros((num_layers, *shape.shape), dtype, device=target)
-    for layer, array in enumerate(arrays):
-        stacked = jax.block_until_ready(write(stacked, array, np.int32(layer)))
-    return stacked
+    if not stacked:
+        layers: list[dict[str, jax.Array]] = [{} for _ in range(config.num_layers)]
+        for layer, leaf, array in arrays:
+            layers[layer][leaf] = array
+        return layers
+    stacks, writers = {}, {}
+    for leaf, shape in layer_shapes(config, layout).items():
+        target = sharding((None, *shape.logical_axes))
+        kind = np.dtype(np.float32) if is_norm(leaf) else dtype
+        stacks[leaf] = jnp.zeros((config.num_layers, *shape.shape), kind, device=target)
+        writers[leaf] = jax.jit(_write_layer, donate_argnums=0, out_shardings=target)
+    for layer, leaf, array in arrays:
+        written = writers[leaf](stacks[leaf], array, np.int32(layer))
+        stacks[leaf] = jax.block_until_ready(written)
+    return stacks
+
+
+def _write_layer(stack: jax.Array, array: jax.Array, layer: np.int32) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)

@@ -24,9 +24,9 @@ from jserve.checkpoint.mapping import (
     ShardingOf,
     default_sharding,
     expected_tensors,
+    gather_layers,
     layer_tensors,
     load_params,
-    stack,
 )
 from jserve.checkpoint.source import Checkpoint, Tensor, chat_template_of, read_json
 from jserve.errors import CheckpointError
@@ -158,28 +158,16 @@ def restore_params(
         kind = jnp.dtype(np.float32) if is_norm(leaf) else dtype
         return jax.ShapeDtypeStruct(shape.shape, kind, sharding=sharding(shape.logical_axes))
 
-    def layer_part(layer: int, leaves: tuple[str, ...]) -> dict[str, jax.Array]:
-        wanted = {leaf: abstract(leaf, shapes[leaf]) for leaf in leaves}
-        return _restore(folder, config, wanted, layer)
-
     params: dict[str, Any] = {}
     for leaf, shape in top_shapes(config, layout).items():
         params |= _restore(folder, config, {leaf: abstract(leaf, shape)}, None)
-    shapes, layers = layer_shapes(config, layout), range(config.num_layers)
-    if stacked:
-        params["layers"] = {
-            leaf: stack(
-                (layer_part(layer, (leaf,))[leaf] for layer in layers),
-                config.num_layers,
-                shape,
-                np.dtype(np.float32) if is_norm(leaf) else dtype,
-                sharding,
-            )
-            for leaf, shape in shapes.items()
-        }
-    else:
-        params["layers"] = [layer_part(layer, tuple(shapes)) for layer in layers]
-    return params
+    wanted = {leaf: abstract(leaf, s) for leaf, s in layer_shapes(config, layout).items()}
+    layers = (
+        (layer, leaf, array)
+        for layer in range(config.num_layers)
+        for leaf, array in _restore(folder, config, wanted, layer).items()
+    )
+    return params | {"layers": gather_layers(layers, config, layout, dtype, sharding, stacked)}
 
 
 def _orbax() -> Any:
