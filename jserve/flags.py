@@ -7,6 +7,7 @@ Presets are absl flagfiles: --flagfile=configs/interactive_chat.flags.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Sequence
 from typing import Any, cast
@@ -99,3 +100,11 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> EngineConf
         names = [f.name for f in dataclasses.fields(settings) if f.name in flag_values]
         sections[section] = settings(**{name: flag_values[name].value for name in names})
     return EngineConfig(**sections)
+
+
+def list_in_help(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Makes --help list every jserve flag defined so far; absl lists the script's own only."""
+    for module, defined in flag_values.flags_by_module_dict().items():
+        if module.startswith("jserve."):
+            for flag in defined:
+                flag_values.register_key_flag_for_module(sys.argv[0], flag)

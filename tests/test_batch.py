@@ -527,6 +527,13 @@ def test_the_command_says_what_is_wrong_in_one_line(job, flags, message):
     assert stderr.count("\n") == 1
 
 
+def test_the_command_s_help_lists_its_flags_and_the_engine_s(job):
+    with BatchProcess(job, "--help") as batch:
+        _, stdout, _ = batch.run_on()
+    for flag in ("--input", "--order", "--max_num_seqs", "--[no]resume"):
+        assert flag in stdout
+
+
 def test_the_command_answers_good_and_bad_lines_and_exits_with_0(job):
     write_lines(job.input, [SHORT, "nonsense"])
     with BatchProcess(job, "--served_model_name=my-model") as batch:

@@ -20,7 +20,7 @@ from absl import app, flags
 from jserve.batch.job import BatchOptions, Order, run_batch
 from jserve.batch.journal import Journal
 from jserve.errors import ConfigError, JserveError
-from jserve.flags import SECTIONS, config_from_flags, define_flags
+from jserve.flags import SECTIONS, config_from_flags, define_flags, list_in_help
 
 STOP_NOTICE = b"\njserve-batch: stopping after this step; once more stops at once\n"
 EXIT_FAILED = 1
@@ -103,4 +103,5 @@ def run() -> NoReturn:
     help_text = "Requests in the engine at once; 0: twice --max_num_seqs."
     flags.DEFINE_integer("max_in_flight", 0, help_text, lower_bound=0)
     flags.mark_flags_as_required(["input", "output"])
+    list_in_help()
     app.run(main)

@@ -21,6 +21,7 @@ from jserve.bench.backends import Backend, JserveBackend, OpenAIBackend
 from jserve.bench.load import RequestResult, closed_loop, open_loop
 from jserve.bench.report import parse_goodput, summarize, table
 from jserve.errors import ConfigError, JserveError
+from jserve.flags import list_in_help
 from jserve.messages import GenerateRequest
 
 _UNRECORDED = ("api_key_file", "json", "progress")  # flags that tell nothing about a run
@@ -150,4 +151,5 @@ def main(argv: Sequence[str]) -> int:
 def run() -> NoReturn:
     """Entry point of scripts/bench_serving.py."""
     define_flags()
+    list_in_help()
     app.run(main)
