@@ -1,0 +1,60 @@
+"""Loading holds the model and its largest parameter, never a second copy of the model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.checkpoint.builders import LLAMA, random_tensors, write_folder
+
+CONFIG = LLAMA | {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+SLACK_BYTES = 40 * 2**20  # blocks of the file, compiled writes, the allocator's own
+# prints: bytes of the parameters, bytes of the largest, growth of the peak resident size
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jserve.checkpoint.mapping import load_params
+from jserve.checkpoint.safetensors import open_safetensors
+from jserve.models.families import model_config_from_hf
+from jserve.models.head_layout import head_layout
+folder, dtype, stacked = sys.argv[1:]
+jax.jit(lambda x: x + 1)(jnp.zeros(8)).block_until_ready()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+checkpoint = open_safetensors(Path(folder))
+config = model_config_from_hf(checkpoint.config)
+params = load_params(checkpoint, config, head_layout(config), dtype, stacked=stacked == "True")
+sizes = [array.nbytes for array in jax.tree.leaves(params)]
+print(sum(sizes), max(sizes), peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def bfloat16_folder(tmp_path_factory):
+    tensors = {n: np.zeros(t.shape, ml_dtypes.bfloat16) for n, t in random_tensors(CONFIG).items()}
+    return write_folder(tmp_path_factory.mktemp("model"), CONFIG, tensors, num_shards=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_is_the_model_and_its_largest_parameter(bfloat16_folder, dtype, stacked):
+    command = [sys.executable, "-c", MEASURE, str(bfloat16_folder), dtype, str(stacked)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    total, largest, growth = map(int, run.stdout.split())
+    if dtype == "float32":
+        assert total > 200e6
+    assert growth < total + largest + SLACK_BYTES
