@@ -156,13 +156,13 @@ def make_llamas(out: Path) -> None:
         untied | {"hidden_size": 96, "head_dim": 32, "num_hidden_layers": 1},
     )  # fmt: skip
     make(out, "llama_large_activations", "Llama", untied, residual_scale=2.0**17)
-    for kind, rope in ROPE.items():
+    for kind, rope in ROPE.items():  # copied below, as transformers writes into what it gets
         make(
             out, f"llama_rope_{kind}", "Llama",
-            untied | {"max_position_embeddings": ORIGINAL, "rope_parameters": rope},
+            untied | {"max_position_embeddings": ORIGINAL, "rope_parameters": dict(rope)},
             prompt_lens=SHORT_AND_LONG,
             num_greedy=0,  # under dynamic rope each longer pass has other frequencies
-            hub_style={"rope_theta": 10000.0, "rope_scaling": rope},
+            hub_style={"rope_theta": 10000.0, "rope_scaling": dict(rope)},
         )  # fmt: skip
 
 

@@ -70,8 +70,13 @@ def linear(
     so that any of them may be sharded; XLA itself makes it one plain 2-D product.
     """
     num_in = x.ndim - 1
-    contract = (tuple(range(w.ndim - num_in, w.ndim)), tuple(range(num_in)))
-    out = jax.lax.dot_general(w, x, (contract, ((), ())), preferred_element_type=jnp.float32)
+    out = jax.lax.dot_general(
+        w,
+        x,
+        ((tuple(range(w.ndim - num_in, w.ndim)), tuple(range(num_in))), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,  # float32 means that on accelerators too
+        preferred_element_type=jnp.float32,
+    )
     return out.astype(x.dtype if dtype is None else dtype)
 
 

@@ -110,7 +110,7 @@ def run_dense(
         return logits(params, config, hidden), kv_pool
 
     layers = params["layers"]
-    num_kv_heads = (layers["qkv"] if loop == "scanned" else layers[0]["qkv"]).shape[-4]
+    num_kv_heads = (layers if isinstance(layers, dict) else layers[0])["qkv"].shape[-4]
     num_tokens = max(len(ids) for ids in sequences)
     shape = (config.num_layers, num_tokens, 2 * num_kv_heads, config.head_dim)
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
