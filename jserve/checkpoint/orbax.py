@@ -1,8 +1,8 @@
 """Writes and reads our own checkpoint: parameters in Orbax, settings and tokenizer beside them.
 
-A folder holds jserve.json (config and the size of every other file), params/ (an Orbax tree with
-the names of `models/params.py`, layers unrolled, heads as the model has them), and tokenizer/ or
-gguf_metadata.json. Orbax itself is imported when first needed, as that takes most of a second.
+A folder holds jserve.json (config; size and checksum of every other file), params/ (an Orbax tree
+with the names of `models/params.py`, layers unrolled, heads as the model has them), and
+tokenizer/ or gguf_metadata.json. Orbax is imported when first needed: that takes most of a second.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +75,7 @@ def write_orbax(checkpoint: Checkpoint, output: Path, dtype: str) -> None:
         _orbax().save((partial_folder / PARAMS_FOLDER).absolute(), params)
         _write_tokenizer(checkpoint, partial_folder)
         files = {
-            str(path.relative_to(partial_folder)): path.stat().st_size
+            str(path.relative_to(partial_folder)): [path.stat().st_size, _crc32(path)]
             for path in sorted(partial_folder.rglob("*"))
             if path.is_file()
         }
@@ -105,7 +108,7 @@ def open_orbax(folder: Path) -> Checkpoint:
     """Opens a folder that `write_orbax` made.
 
     Raises:
-      CheckpointError: another format, or a file that is missing or has another size.
+      CheckpointError: another format, or a file that is missing or was changed.
     """
     settings = read_json(folder / SETTINGS_FILE)
     if settings.get("format") != FORMAT:
@@ -113,7 +116,29 @@ def open_orbax(folder: Path) -> Checkpoint:
             f"{folder}: has format {settings.get('format')!r}, this version reads {FORMAT}; "
             "convert the model again"
         )
-    for name, size in settings["files"].items():
+    _check_files(folder, settings["files"])
+    hf_config, generation_config = settings["config"], settings["generation_config"]
+    config = model_config_from_hf(hf_config, generation_config)
+    _check_shapes(folder, config)
+    metadata_file, tokenizer = folder / GGUF_METADATA_FILE, folder / TOKENIZER_FOLDER
+    metadata = read_json(metadata_file) if metadata_file.is_file() else None
+    template = metadata.get("tokenizer.chat_template") if metadata else chat_template_of(tokenizer)
+    return Checkpoint(
+        kind="orbax",
+        source=folder,
+        config=hf_config,
+        generation_config=generation_config,
+        entries=_entries(folder, config),
+        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
+        gguf_metadata=metadata,
+        chat_template=template,
+        restore=partial(restore_params, folder),
+    )
+
+
+def _check_files(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
+    """Compares every file with its recorded size and checksum, which Orbax does not keep."""
+    for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; convert the model again")
@@ -122,21 +147,40 @@ def open_orbax(folder: Path) -> Checkpoint:
                 f"{path}: is {path.stat().st_size:,} bytes, expected {size:,}; "
                 "convert the model again"
             )
-    config, generation_config = settings["config"], settings["generation_config"]
-    metadata_file, tokenizer = folder / GGUF_METADATA_FILE, folder / TOKENIZER_FOLDER
-    metadata = read_json(metadata_file) if metadata_file.is_file() else None
-    template = metadata.get("tokenizer.chat_template") if metadata else chat_template_of(tokenizer)
-    return Checkpoint(
-        kind="orbax",
-        source=folder,
-        config=config,
-        generation_config=generation_config,
-        entries=_entries(folder, model_config_from_hf(config, generation_config)),
-        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
-        gguf_metadata=metadata,
-        chat_template=template,
-        restore=partial(restore_params, folder),
-    )
+    with ThreadPoolExecutor() as pool:
+        checksums = pool.map(_crc32, (folder / name for name in files))
+        for (name, (_, expected)), checksum in zip(files.items(), checksums, strict=True):
+            if checksum != expected:
+                raise CheckpointError(
+                    f"{folder / name}: has checksum {checksum:08x}, expected {expected:08x}; "
+                    "convert the model again"
+                )
+
+
+def _check_shapes(folder: Path, config: ModelConfig) -> None:
+    """Compares what Orbax holds with what the config asks for."""
+    stored = _orbax().metadata((folder / PARAMS_FOLDER).absolute()).item_metadata.tree
+    found = {jax.tree_util.keystr(k): a.shape for k, a in jax.tree.leaves_with_path(stored)}
+    is_shape = lambda node: isinstance(node, ParamShape)  # noqa: E731
+    wanted = param_shapes(config, head_layout(config))
+    expected = {
+        jax.tree_util.keystr(k): s.shape
+        for k, s in jax.tree.leaves_with_path(wanted, is_leaf=is_shape)
+    }
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{folder}: parameter {name} has shape {found.get(name)}, the config asks for "
+                f"{expected.get(name)}; convert the model again"
+            )
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def restore_params(

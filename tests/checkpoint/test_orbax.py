@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -135,12 +136,13 @@ def test_a_cut_piece_is_named_with_both_sizes(written):
     assert f"{piece}: is {size - 5:,} bytes, expected {size:,}" in refusal(folder)
 
 
-def test_overwritten_bytes_are_refused(written):
+def test_one_flipped_bit_is_noticed(written):
     _, folder = written
-    for piece in (folder / "params").rglob("d/*"):
-        if piece.is_file():
-            piece.write_bytes(b"\xff" * piece.stat().st_size)
-    assert "cannot be restored" in refusal(folder)
+    piece = max((folder / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 1
+    piece.write_bytes(data)
+    assert f"{piece}: has checksum" in refusal(folder)
 
 
 def test_parameters_of_another_config_are_refused(written):
@@ -148,8 +150,16 @@ def test_parameters_of_another_config_are_refused(written):
     settings = json.loads((folder / "jserve.json").read_text())
     settings["config"]["intermediate_size"] = 256
     (folder / "jserve.json").write_text(json.dumps(settings))
-    message = refusal(folder)
-    assert "gate_up" in message
+    assert "parameter ['layers'][0]['down'] has shape (64, 128)" in refusal(folder)
+
+
+def test_a_folder_that_vanishes_after_opening_is_one_line_too(written):
+    _, folder = written
+    checkpoint = open_orbax(folder)
+    shutil.rmtree(folder / "params")
+    with pytest.raises(CheckpointError, match="embed cannot be restored") as caught:
+        load(checkpoint)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_format_is_refused(written):
