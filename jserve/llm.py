@@ -98,10 +98,7 @@ class LLM:
           use_tqdm: show a progress bar on stderr.
 
         Raises:
-          InvalidRequest: for the first bad prompt, named by its index; no prompt's output is
-            returned then. Shapes and types are checked for all prompts first, and what depends
-            on the model (length, id range) as a prompt enters the engine's queue. So nothing
-            runs at all if the bad one is among the first `max_queued_requests`.
+          InvalidRequest: for the first bad prompt, named by its index, before anything runs.
           DeadlineExceeded, EngineDead: what ended a request; the call's other ones are aborted.
         """
         requests = [
@@ -150,6 +147,11 @@ class LLM:
         requests = [
             dataclasses.replace(r, sampling=s) for r, s in zip(requests, settings, strict=True)
         ]
+        for i, request in enumerate(requests):
+            try:  # all of them first: hours of work must not end in an error of the last prompt
+                self._engine.processor.prepare(request)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"prompt {i}: {error}") from error
         outputs: list[Any] = [None] * len(requests)
         for i, output in self._finished(driver, requests, use_tqdm):
             outputs[i] = output
@@ -190,8 +192,6 @@ def _added(driver: RequestDriver, i: int, request: GenerateRequest, mailbox: Mai
         if not driver.num_live:  # an empty engine has no room: waiting would be for ever
             raise
         return False
-    except InvalidRequest as error:
-        raise InvalidRequest(f"prompt {i}: {error}") from error
     return True
 
 

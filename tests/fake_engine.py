@@ -36,18 +36,48 @@ class _Running:
     generated: list[int] = field(default_factory=list)
 
 
+class FakeProcessor:
+    """Checks a request and returns its prompt's token ids."""
+
+    tokenizer = FakeTokenizer()
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+    def prepare(self, request: GenerateRequest) -> list[int]:
+        if request.model not in ("", "fake"):
+            raise InvalidRequest(f"model={request.model!r} is not served; use 'fake'")
+        prompt = self._prompt_ids(request)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; max_model_len={self.max_model_len} allows "
+                f"{self.max_model_len - 1}"
+            )
+        if any(not 0 <= i < VOCAB_SIZE for i in prompt):
+            raise InvalidRequest(f"prompt_token_ids must be in 0 to {VOCAB_SIZE - 1}")
+        return prompt
+
+    def _prompt_ids(self, request: GenerateRequest) -> list[int]:
+        if request.messages is not None:
+            text = "".join(f"{m['role']}:{m['content']};" for m in request.messages)
+            return self.tokenizer.encode(text)
+        if request.prompt is not None:
+            return self.tokenizer.encode(request.prompt)
+        return list(request.prompt_token_ids)
+
+
 class FakeEngine:
     """Each step gives one token to each of the first `max_num_seqs` requests, in order.
 
     A request with a timeout meets its deadline at its second token; tenant "cursed" fails.
     """
 
-    tokenizer = FakeTokenizer()
-
     def __init__(self, max_num_seqs=4, max_queued_requests=8, max_model_len=64, **behaviour):
         self.max_num_seqs = max_num_seqs
         self.max_queued_requests = max_queued_requests
-        self.max_model_len = max_model_len
+        self.processor = FakeProcessor(max_model_len)
         self.fail_after_steps = behaviour.pop("fail_after_steps", None)
         self.before_step = behaviour.pop("before_step", lambda: None)
         assert not behaviour
@@ -61,21 +91,10 @@ class FakeEngine:
     def add(self, request: GenerateRequest) -> str:
         if self.closed:
             raise EngineDead("the engine is closed")
-        if request.model not in ("", "fake"):
-            raise InvalidRequest(f"model={request.model!r} is not served; use 'fake'")
-        prompt = self._prompt_ids(request)
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        if len(prompt) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens; max_model_len={self.max_model_len} allows "
-                f"{self.max_model_len - 1}"
-            )
-        if any(not 0 <= i < VOCAB_SIZE for i in prompt):
-            raise InvalidRequest(f"prompt_token_ids must be in 0 to {VOCAB_SIZE - 1}")
+        prompt = self.processor.prepare(request)
         if len(self._requests) >= self.max_num_seqs + self.max_queued_requests:
             raise Overloaded("the queue is full")
-        room = self.max_model_len - len(prompt)
+        room = self.processor.max_model_len - len(prompt)
         request_id = f"req-{next(self._ids)}"
         limit = min(request.sampling.max_tokens or room, room)
         self._requests.append(_Running(request_id, request, prompt, limit))
@@ -83,16 +102,12 @@ class FakeEngine:
         self.max_seen = max(self.max_seen, len(self._requests))
         return request_id
 
-    def _prompt_ids(self, request: GenerateRequest) -> list[int]:
-        if request.messages is not None:
-            text = "".join(f"{m['role']}:{m['content']};" for m in request.messages)
-            return self.tokenizer.encode(text)
-        if request.prompt is not None:
-            return self.tokenizer.encode(request.prompt)
-        return list(request.prompt_token_ids)
-
     def abort(self, request_id: str) -> None:
         self._requests = deque(r for r in self._requests if r.request_id != request_id)
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        return self.processor.tokenizer
 
     @property
     def has_work(self) -> bool:

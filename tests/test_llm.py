@@ -108,9 +108,10 @@ def test_O17_an_over_long_prompt_is_refused_by_index_and_limit_before_anything_r
     assert len(llm.generate(["a", "b"], FIVE)) == 2
 
 
-def test_a_bad_prompt_beyond_the_queue_aborts_the_call(llm, engine):
+def test_a_bad_prompt_far_beyond_the_queue_is_refused_before_anything_runs_too(llm, engine):
     with pytest.raises(InvalidRequest, match="prompt 30"):
         llm.generate(["x"] * 30 + [[999]], FIVE)
+    assert engine.num_steps == 0
     assert not engine.has_work
 
 
