@@ -70,6 +70,7 @@ class Detokenizer:
         self._symbols: dict[int, str] = {}
         self._matchers = [_StopMatcher(s, self._with_symbols(s)) for s in stop]
         self._matchers += [_StopMatcher(s, s) for s in stop if self._symbols]
+        self._stop_heads = frozenset(m.pattern[0] for m in self._matchers)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_replacement = self._seed_utf8(prompt_token_ids)
         self._strip_space = tokenizer.strips_first_space and not self._any_text(prompt_token_ids)
@@ -138,7 +139,7 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         """Matches `text` and returns what no longer can become part of a stop string."""
-        if not self._matchers:
+        if not self._held and self._stop_heads.isdisjoint(text):
             return text
         start = len(self._held)
         self._held += text

@@ -30,6 +30,26 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     Raises:
       CheckpointError: naming the missing or contradictory key, or an unknown kind or `pre`.
     """
+    backend = backend_from_gguf(metadata)
+    num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    eos = [_token_id(metadata, name, num_tokens) for name in ("eos", "eot", "eom")]
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        rules = PRE_TOKENIZATIONS.get(metadata.get("tokenizer.ggml.pre", ""))
+        is_llama = metadata["tokenizer.ggml.model"] == "llama"
+        add_bos = is_llama or (rules is not None and rules.add_bos)
+    return Tokenizer(
+        backend,
+        bos_token_id=_token_id(metadata, "bos", num_tokens),
+        eos_token_ids=[token_id for token_id in eos if token_id is not None],
+        add_bos=bool(add_bos),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        vocab_size=num_tokens,
+    )
+
+
+def backend_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The vocabulary alone of `tokenizer_from_gguf`, without the settings around it."""
     kind = _get(metadata, "model", str)
     if kind not in KINDS:
         raise CheckpointError(
@@ -41,19 +61,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {len(tokens)} entries, token_type has {len(types)}"
         )
-    build = _byte_level if kind == "gpt2" else _sentencepiece
-    backend, tokens, add_bos = build(metadata, tokens, types)
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens, types)
+    else:
+        tokens = [token.replace(" ", SPACE) for token in tokens]  # user-defined ones have spaces
+        backend = _sentencepiece(metadata, tokens, types)
     _add_tokens(backend, tokens, types)
-    bos = _token_id(metadata, "bos", len(tokens))
-    eos = [_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    return Tokenizer(
-        backend,
-        bos_token_id=bos,
-        eos_token_ids=[id for id in eos if id is not None],
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        vocab_size=len(tokens),
-    )
+    return backend
 
 
 def _get(metadata: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -92,7 +106,7 @@ def _bpe(**fields: Any) -> tokenizers.Tokenizer:
 
 def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
-) -> tuple[tokenizers.Tokenizer, list[str], bool]:
+) -> tokenizers.Tokenizer:
     """Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask
     Learners")."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
@@ -107,19 +121,18 @@ def _byte_level(
         backend.normalizer = rules.normalizer()
     backend.pre_tokenizer = rules.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
-    return backend, tokens, rules.add_bos
+    return backend
 
 
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
-) -> tuple[tokenizers.Tokenizer, list[str], bool]:
+) -> tokenizers.Tokenizer:
     """SentencePiece's BPE (Kudo and Richardson 2018, arXiv 1808.06226)."""
     scores = _get(metadata, "scores", list)
     if len(scores) != len(tokens):
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {len(tokens)} entries, scores has {len(scores)}"
         )
-    tokens = [token.replace(" ", SPACE) for token in tokens]  # user-defined ones come with spaces
     vocab = _vocab(tokens, types)
     unknown = _token_id(metadata, "unknown", len(tokens))
     backend = _bpe(
@@ -136,7 +149,7 @@ def _sentencepiece(
         decoding.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(steps)
     backend.decoder = decoders.Sequence(decoding)
-    return backend, tokens, True
+    return backend
 
 
 def _merges_from_scores(
