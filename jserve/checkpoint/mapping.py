@@ -214,6 +214,7 @@ def gather_layers(
     for layer, leaf, array in arrays:
         written = writers[leaf](stacks[leaf], array, np.int32(layer))
         stacks[leaf] = jax.block_until_ready(written)
+        del array  # or it lives on while the next one is made
     return stacks
 
 
