@@ -95,7 +95,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def _entry(file: GgufFile, arch: str, tensor: GgufTensor, head_dim: int) -> Tensor:
     order = None
-    if arch == "llama" and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+    if arch == "llama" and tensor.name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
         order = row_order(tensor.shape[0], head_dim)
     read: Callable[[int, int], np.ndarray] = partial(read_rows, file, tensor, order)
     if arch in _GEMMA and tensor.name.endswith("norm.weight"):
@@ -104,10 +104,10 @@ def _entry(file: GgufFile, arch: str, tensor: GgufTensor, head_dim: int) -> Tens
 
 
 def row_order(num_rows: int, head_dim: int) -> np.ndarray:
-    """Returns, for each row of a Hugging Face q or k weight, its row in a llama-type file.
+    """Returns, for each row of a Hugging Face q or k weight or bias, its row in a llama-type file.
 
     llama.cpp rotates adjacent pairs of rows, Hugging Face the two halves of a head.
-    # head_dim 6 -> 0 2 4 1 3 5
+    # one head of 6 rows -> 0 2 4 1 3 5
     """
     return np.arange(num_rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).ravel()
 

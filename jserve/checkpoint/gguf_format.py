@@ -91,7 +91,8 @@ def read_rows(
     mapped = np.memmap(file.path, np.uint8, mode="r", offset=tensor.offset, shape=tensor.num_bytes)
     raw = np.asarray(mapped)  # slicing a memmap object costs ten times as much
     if len(tensor.shape) == 1:  # its elements are the rows
-        return dequantize(raw, tensor.kind)[start:stop]
+        values = dequantize(raw, tensor.kind)
+        return values[start:stop] if order is None else values[order[start:stop]]
     rows = raw.reshape(tensor.shape[0], -1)  # quantised blocks never cross a row
     chosen = rows[start:stop] if order is None else rows[order[start:stop]]
     return dequantize(chosen, tensor.kind).reshape(stop - start, *tensor.shape[1:])

@@ -76,6 +76,15 @@ def test_O81_rows_of_other_files_stay_and_gemma_norms_lose_their_one(tmp_path, a
         np.testing.assert_array_equal(array, tensors[name], err_msg=name)
 
 
+def test_O81_biases_of_llama_files_are_put_back_too(tmp_path):
+    hf = LLAMA | {"attention_bias": True, "mlp_bias": True}
+    tensors = random_tensors(hf)
+    checkpoint, config = opened(write_gguf(tmp_path / "m.gguf", hf, tensors))
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    for name, array in checkpoint.tensors():
+        np.testing.assert_array_equal(array, tensors[name], err_msg=name)
+
+
 def test_part_of_a_tensor_equals_those_rows_of_the_whole(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, random_tensors(LLAMA), kind="Q4_0")
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
