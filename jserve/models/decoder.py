@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jserve.models.config import ModelConfig
@@ -38,7 +39,7 @@ class Decoder(nn.Module):
 
     config: ModelConfig
     layout: HeadLayout
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def setup(self) -> None:
         self.weights = declare_params(self, top_shapes(self.config, self.layout), self.dtype)
@@ -104,7 +105,7 @@ def decoder_apply(
             {"params": weights}, x, kv_pool, tables[rope_index], layer, sliding_window, attend
         )
 
-    x = decoder.apply(ends, batch.token_ids, method="embed")
+    x: Any = decoder.apply(ends, batch.token_ids, method="embed")
     scalars = _layer_scalars(config)
     if loop == "scanned":
 
@@ -116,7 +117,8 @@ def decoder_apply(
     else:
         for weights, *of_layer in zip(layers, *scalars, strict=True):
             x, kv_pool = run_layer(weights, x, kv_pool, *of_layer)
-    return decoder.apply(ends, x, method="final_norm"), kv_pool
+    hidden: Any = decoder.apply(ends, x, method="final_norm")
+    return hidden, kv_pool
 
 
 def logits(
@@ -124,14 +126,15 @@ def logits(
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of hidden states that `decoder_apply` returned, soft-capped if so."""
     decoder = Decoder(config, _layout_of(params))
-    return decoder.apply({"params": _without_layers(params)}, hidden, method="logits")
+    out: Any = decoder.apply({"params": _without_layers(params)}, hidden, method="logits")
+    return out
 
 
 def init_params(
     config: ModelConfig,
     layout: HeadLayout,
     key: Array,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     stacked: bool = False,
 ) -> dict[str, Any]:
     """Draws random parameters in the form of params.py.

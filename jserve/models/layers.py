@@ -6,12 +6,13 @@ T tokens, D width, N query heads, K KV heads, G = N // K, H head_dim, F MLP widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jserve.models.config import ModelConfig
@@ -42,25 +43,25 @@ class Attend(Protocol):
 
 
 def declare_params(
-    module: nn.Module, shapes: Mapping[str, ParamShape], dtype: jnp.dtype
+    module: nn.Module, shapes: Mapping[str, ParamShape], dtype: DTypeLike
 ) -> dict[str, Array]:
     """Declares `shapes` as parameters of `module`, with their logical axes, and returns them."""
 
-    def declare(name: str, spec: ParamShape) -> Array:
+    def declare(name: str, spec: ParamShape) -> Any:
         if is_norm(name):
-            init, dtype_ = nn.initializers.ones, jnp.float32
+            init: Callable = nn.initializers.ones
         elif name.endswith("bias"):
-            init, dtype_ = nn.initializers.zeros, dtype
+            init = nn.initializers.zeros
         else:
-            init, dtype_ = nn.initializers.normal(WEIGHT_STDDEV), dtype
+            init = nn.initializers.normal(WEIGHT_STDDEV)
         boxed = nn.with_logical_partitioning(init, spec.logical_axes)
-        return module.param(name, boxed, spec.shape, dtype_)
+        return module.param(name, boxed, spec.shape, jnp.float32 if is_norm(name) else dtype)
 
     return {name: declare(name, spec) for name, spec in shapes.items()}
 
 
 def linear(
-    w: Float[Array, "*out *in"], x: Float[Array, "*in T"], dtype: jnp.dtype | None = None
+    w: Float[Array, "*out *in"], x: Float[Array, "*in T"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*out T"]:
     """Returns w @ x, summed in float32, in `dtype` or else the dtype of x.
 
@@ -104,7 +105,7 @@ class DecoderLayer(nn.Module):
 
     config: ModelConfig
     layout: HeadLayout
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def setup(self) -> None:
         self.weights = declare_params(self, layer_shapes(self.config, self.layout), self.dtype)
