@@ -1,0 +1,1 @@
+"""The device side: compiled steps over a paged KV pool."""

@@ -1,0 +1,188 @@
+"""Puts an engine together: the one composition root, which alone knows every part."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jserve.checkpoint.mapping import load_params
+from jserve.checkpoint.resolve import open_checkpoint
+from jserve.checkpoint.source import Checkpoint
+from jserve.config import EngineConfig
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.engine import Engine
+from jserve.engine.input_processor import InputProcessor, ModelLimits
+from jserve.engine.metrics import EngineMetrics
+from jserve.errors import CheckpointError, ConfigError
+from jserve.models.config import ModelConfig
+from jserve.models.families import model_config_from_hf
+from jserve.models.head_layout import HeadLayout, head_layout
+from jserve.runner.compile import compile_steps, enable_compilation_cache, on_each_compilation
+from jserve.runner.kv_cache import choose_num_pages, make_pool, page_size_for
+from jserve.runner.mesh import make_mesh, replicated, sharding_of
+from jserve.runner.runner import Runner
+from jserve.runner.step import StepOptions, StepState
+from jserve.text.chat import chat_template_of
+from jserve.text.gguf_tokenizer import tokenizer_from_gguf
+from jserve.text.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.dispatch import backend_for
+from scheduler.bucket import make_buckets
+from scheduler.config import SchedulerConfig
+from scheduler.packer import Packer
+from scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+def build_async_engine(config: EngineConfig) -> AsyncEngine:
+    """Returns a warm engine in a thread of its own."""
+    return AsyncEngine(build_engine(config))
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Returns an engine with its weights loaded and every step compiled.
+
+    Raises:
+      ConfigError: the settings contradict each other, the model or the devices.
+      CheckpointError: the model is missing, damaged or of an unsupported kind.
+    """
+    begin = time.perf_counter()
+    _set_up_jax(config)
+    checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
+    model = model_config_from_hf(checkpoint.config, checkpoint.generation_config)
+    tokenizer = _tokenizer_of(checkpoint)
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    layout = head_layout(model, mesh.size)
+    platform = jax.default_backend()
+    dtype = _dtype(config.model.dtype, platform)
+    loop = _layer_loop(config.runner.layer_loop, platform)
+    params = load_params(
+        checkpoint,
+        model,
+        layout,
+        dtype,
+        lambda axes: sharding_of(mesh, axes),
+        stacked=loop == "scanned",
+    )
+    loaded = time.perf_counter()
+    limits = _scheduler_config(config, model, layout, dtype, platform)
+    state = StepState(
+        make_pool(model, layout, dtype, limits.num_pages, limits.page_size, mesh),
+        jnp.zeros(limits.max_num_seqs + 1, jnp.int32, device=replicated(mesh)),
+    )
+    _log_memory(params, state, limits)
+    buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
+    backend = backend_for(platform, config.runner.attention_backend)
+    options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
+    steps = compile_steps(options, buckets, params, state)
+    scheduler = Scheduler(limits)
+    metrics = EngineMetrics()
+    processor = InputProcessor(
+        tokenizer,
+        chat_template_of(tokenizer),
+        ModelLimits(
+            name=config.model.served_model_name or config.model.model,
+            vocab_size=model.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=tuple({*model.eos_token_ids, *tokenizer.eos_token_ids}),
+        ),
+        scheduler.why_too_large,
+    )
+    engine = Engine(
+        processor=processor,
+        scheduler=scheduler,
+        packer=Packer(limits, buckets),
+        runner=Runner(params, state, steps),
+        metrics=metrics,
+        overlap=config.scheduler.overlap,
+        max_queued_requests=config.scheduler.max_queued_requests,
+    )
+    on_each_compilation(metrics.on_compilation)
+    log.info(
+        "engine built in %.2f s: weights %.2f s, the rest %.2f s",
+        time.perf_counter() - begin,
+        loaded - begin,
+        time.perf_counter() - loaded,
+    )
+    return engine
+
+
+def _set_up_jax(config: EngineConfig) -> None:
+    if config.parallel.emulated_cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.parallel.emulated_cpu_devices)
+    if config.runner.enable_compilation_cache:
+        enable_compilation_cache(Path(config.model.cache_dir).expanduser() / "compiled")
+
+
+def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.gguf_metadata is not None:
+        return tokenizer_from_gguf(checkpoint.gguf_metadata)
+    if checkpoint.tokenizer_folder is not None:
+        return load_tokenizer(checkpoint.tokenizer_folder)
+    raise CheckpointError(f"{checkpoint.source}: has no tokenizer files")
+
+
+def _dtype(name: str, platform: str) -> jnp.dtype:
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _layer_loop(name: str, platform: str) -> str:
+    if name not in ("auto", "unrolled", "scanned"):
+        raise ConfigError(f"layer_loop={name!r}; use auto, unrolled or scanned")
+    if name == "auto":
+        return "scanned" if platform == "tpu" else "unrolled"
+    return name
+
+
+def _scheduler_config(
+    config: EngineConfig, model: ModelConfig, layout: HeadLayout, dtype: jnp.dtype, platform: str
+) -> SchedulerConfig:
+    """The scheduler's limits, from the settings, the model and the device's memory."""
+    wanted = config.model.max_model_len
+    if wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the model was made for: {model.max_position}"
+        )
+    max_model_len = wanted or model.max_position
+    page_size = page_size_for(config.cache, platform)
+    num_pages = choose_num_pages(
+        config.cache,
+        model,
+        layout,
+        dtype,
+        page_size=page_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        device=jax.devices()[0],
+    )
+    capacity = (num_pages - 1) * page_size
+    if capacity < max_model_len:
+        log.warning("the KV pool holds %d tokens, less than %d", capacity, max_model_len)
+        if not wanted:
+            max_model_len = capacity
+    return SchedulerConfig(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        prefill_chunk=config.scheduler.prefill_chunk,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        enable_prefix_cache=config.cache.enable_prefix_cache,
+    )
+
+
+def _log_memory(params, state: StepState, limits: SchedulerConfig) -> None:
+    mebi = 2**20
+    log.info(
+        "weights %.1f MiB, KV pool %.1f MiB: %d pages of %d tokens",
+        sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / mebi,
+        state.kv_pool.nbytes / mebi,
+        limits.num_pages - 1,
+        limits.page_size,
+    )

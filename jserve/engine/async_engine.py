@@ -1,0 +1,169 @@
+"""The engine in a thread of its own, behind asyncio streams. Knows threads and streams: no model,
+no transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+
+from jserve.engine.engine import Engine
+from jserve.engine.input_processor import PreparedRequest
+from jserve.engine.metrics import EngineMetrics
+from jserve.errors import EngineDead
+from jserve.messages import GenerateRequest, RequestUpdate
+
+log = logging.getLogger(__name__)
+
+STUCK_AFTER_S = 60.0  # a turn that takes longer means that the device does not answer
+INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams keep flowing
+_DRAIN_POLL_S = 0.02
+
+
+class RequestStream:
+    """Updates of one request, in order; the one with a finish_reason is the last."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[RequestUpdate]:
+        while True:
+            update = await self._updates.get()
+            yield update
+            if update.finish_reason is not None:
+                return
+
+    def abort(self) -> None:
+        """Ends the request, now; harmless after its end."""
+        self._engine.abort(self.request_id)
+
+    def put(self, update: RequestUpdate) -> None:
+        self._updates.put_nowait(update)
+
+
+class AsyncEngine:
+    """Runs an engine in a thread and gives each request a stream. For one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: dict[str, RequestStream] = {}  # live requests; the loop's thread only
+        self._inbox: deque[PreparedRequest | str] = deque()  # new requests, ids to abort
+        self._wake = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed_because = ""
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._engine.metrics
+
+    @property
+    def is_ready(self) -> bool:
+        """False while draining, after the end, and while a turn takes suspiciously long."""
+        since = self._busy_since
+        is_stuck = since is not None and time.monotonic() - since > STUCK_AFTER_S
+        return not self._closed_because and not is_stuck
+
+    async def submit(self, message: GenerateRequest) -> RequestStream:
+        """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
+        self._check_open()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        if len(message.prompt or ()) > INLINE_CHARS or message.messages:
+            prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
+            self._check_open()
+        else:
+            prepared = self._engine.processor.prepare(message)
+        request_id = prepared.request.request_id
+        self._engine.check_room(request_id, self._streams)
+        stream = self._streams[request_id] = RequestStream(self, request_id)
+        self._send(prepared)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Ends a live request; its stream gets no more updates."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(request_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits for the live ones, ends those left after `timeout_s` with
+        an EngineDead error, and stops the thread."""
+        self._closed_because = self._closed_because or "the server is shutting down"
+        give_up = time.monotonic() + timeout_s
+        while self._streams and self._thread.is_alive() and time.monotonic() < give_up:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self._fail_all(EngineDead("the server shut down before the request ended"))
+        self._stopping = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self) -> None:
+        if self._closed_because:
+            raise EngineDead(f"{self._closed_because}; send the request to another server")
+
+    def _send(self, item: PreparedRequest | str) -> None:
+        self._inbox.append(item)
+        self._wake.set()
+
+    # ---- the engine's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_inbox()
+                if self._engine.has_work:
+                    self._busy_since = time.monotonic()
+                    updates = self._engine.step()
+                    if updates:
+                        self._post(updates)
+                else:
+                    self._busy_since = None
+                    self._wake.wait()
+            self._engine.close()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._closed_because = f"the engine failed: {error!r:.200}"
+            self._call_in_loop(self._fail_all, EngineDead(self._closed_because))
+
+    def _take_inbox(self) -> None:
+        self._wake.clear()  # before looking: what comes after sets it again
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                self._engine.abort(item)
+            else:
+                self._engine.add_prepared(item)
+
+    def _post(self, updates: list[RequestUpdate]) -> None:
+        self._call_in_loop(self._deliver, updates)
+
+    def _call_in_loop(self, function, *args) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # ---- the event loop's thread ------------------------------------------------------------
+
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:  # aborted meanwhile
+                continue
+            if update.finish_reason is not None:
+                del self._streams[update.request_id]
+            stream.put(update)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request_id, stream in list(self._streams.items()):
+            self.abort(request_id)
+            stream.put(RequestUpdate(request_id=request_id, finish_reason="error", error=error))

@@ -1,0 +1,200 @@
+"""Checks a request and turns it into what the scheduler and the detokeniser need: the one
+validation behind every front end. Knows the model's limits, not the queue."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+from uuid import uuid4
+
+from jserve.errors import InvalidRequest
+from jserve.messages import GenerateRequest
+from jserve.sampling_params import SamplingParams
+from jserve.text.chat import ChatTemplate, encode_chat
+from jserve.text.detokenizer import Detokenizer
+from jserve.text.tokenizer import Tokenizer
+from scheduler.request import Request, SamplingView
+
+MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model accepts."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that passed every check, ready to be queued."""
+
+    request: Request
+    sampling: SamplingParams
+    detokenizer: Detokenizer
+
+
+class InputProcessor:
+    """Prepares requests. Safe to call from any thread.
+
+    Args:
+      why_too_large: says why a number of tokens can never fit the KV pool, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        limits: ModelLimits,
+        why_too_large: Callable[[int], str | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._why_too_large = why_too_large
+        self._clock = clock
+
+    def prepare(self, message: GenerateRequest) -> PreparedRequest:
+        """Returns the request to queue.
+
+        Raises:
+          InvalidRequest: naming the field, its value and what is legal.
+        """
+        now = self._clock()
+        request_id = self._checked_fields(message)
+        prompt = self._prompt_token_ids(message)
+        sampling = message.sampling
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.limits.eos_token_ids)
+        view = SamplingView(
+            max_tokens=self._max_tokens(len(prompt), sampling.max_tokens),
+            stop_token_ids=frozenset(stop_ids),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=_seed32(sampling.seed),
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=view,
+            priority=message.priority,
+            tenant=message.tenant,
+            arrival_time=now,
+            deadline=None if message.timeout_s is None else now + message.timeout_s,
+            cache_keys=(("tenant", message.tenant),) if message.tenant else (),
+        )
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            prompt,
+            stop=sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            include_stop_str=sampling.include_stop_str,
+        )
+        return PreparedRequest(request, sampling, detokenizer)
+
+    def _checked_fields(self, message: GenerateRequest) -> str:
+        if message.model not in ("", self.limits.name):
+            raise InvalidRequest(
+                f"model={message.model!r} is not served here; use {self.limits.name!r}"
+            )
+        priority, timeout_s = message.priority, message.timeout_s
+        if isinstance(priority, bool) or not isinstance(priority, Integral):
+            raise InvalidRequest(f"{priority=} is not an integer")
+        if abs(priority) >= 2**31:
+            raise InvalidRequest(f"{priority=} is out of range; use a 32-bit integer")
+        if not isinstance(message.tenant, str) or len(message.tenant) > MAX_ID_CHARS:
+            raise InvalidRequest(f"tenant must be a string of at most {MAX_ID_CHARS} characters")
+        if timeout_s is not None and not (
+            isinstance(timeout_s, Real) and math.isfinite(timeout_s) and timeout_s > 0
+        ):
+            raise InvalidRequest(f"{timeout_s=} is not a finite number of seconds above 0")
+        request_id = message.request_id
+        if request_id is None:
+            return uuid4().hex
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARS:
+            raise InvalidRequest(f"request_id must have 1 to {MAX_ID_CHARS} characters")
+        return request_id
+
+    def _prompt_token_ids(self, message: GenerateRequest) -> list[int]:
+        given = [
+            name
+            for name in ("prompt", "prompt_token_ids", "messages")
+            if getattr(message, name) is not None
+        ]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"{' and '.join(given) or 'no prompt'} given; "
+                "give exactly one of prompt, prompt_token_ids and messages"
+            )
+        if message.messages is not None:
+            ids = encode_chat(self.tokenizer, self._chat_template, message.messages)
+        elif message.prompt is not None:
+            if not isinstance(message.prompt, str):
+                raise InvalidRequest(f"prompt is a {type(message.prompt).__name__}, not a text")
+            ids = self.tokenizer.encode(message.prompt)
+        else:
+            ids = self._checked_ids(message.prompt_token_ids)
+        if not ids:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        return ids
+
+    def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+            raise InvalidRequest("prompt_token_ids is not a list of token ids")
+        vocab = self.limits.vocab_size
+        for index, token_id in enumerate(ids):
+            bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)
+            if bad_type or not 0 <= token_id < vocab:
+                raise InvalidRequest(
+                    f"prompt_token_ids[{index}]={token_id!r} is not a token id; "
+                    f"use integers from 0 to {vocab - 1}"
+                )
+        return [int(token_id) for token_id in ids]
+
+    def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
+        """The tokens to generate; all that fit when none are asked for."""
+        limit = self.limits.max_model_len
+        room = limit - num_prompt
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt} tokens; with at least one to generate the limit is "
+                f"max_model_len={limit}: use at most {limit - 1}"
+            )
+        if asked is None:
+            while (why := self._why_too_large(num_prompt + room)) and room > 1:
+                room //= 2
+            asked = room
+        elif asked > room:
+            raise InvalidRequest(
+                f"max_tokens={asked} and {num_prompt} prompt tokens exceed max_model_len={limit}; "
+                f"use max_tokens of at most {room}"
+            )
+        why = self._why_too_large(num_prompt + asked)
+        if why:
+            raise InvalidRequest(f"the request can never run: {why}")
+        return asked
+
+
+def _seed32(seed: int | None) -> int:
+    """Folds a 64-bit seed into 32 bits; draws one where none is given."""
+    if seed is None:
+        return random.getrandbits(32)
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
+def reason_name(reason: Any) -> str:
+    """The name of a FinishReason in messages and metrics."""
+    return reason.name.lower()

@@ -1,0 +1,86 @@
+"""Compiles every bucket's step before the first request, and counts what is compiled after.
+
+Knows buckets and executables, not requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jserve.runner.mesh import pool_sharding, replicated
+from jserve.runner.step import StepOptions, StepState, jit_step, make_step
+from scheduler.bucket import Bucket
+from scheduler.packer import batch_words
+
+log = logging.getLogger(__name__)
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_THREADS = 2  # tracing holds the interpreter; compiling does not
+
+
+def enable_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs in `folder`, whatever their size or compile time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def on_each_compilation(callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever this process compiles, or loads from the cache, any program."""
+
+    def listen(event: str, _duration: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            callback()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+
+def compile_steps(
+    options: StepOptions, buckets: list[Bucket], params: Any, state: StepState
+) -> dict[Bucket, jax.stages.Compiled]:
+    """Returns one executable per bucket: (params, state donated, buffer) -> (state, sampled).
+
+    Logs each bucket with its temporary bytes and seconds.
+    """
+    mesh = options.mesh
+    begin = time.perf_counter()
+    param_shapes = jax.tree.map(_abstract, params)
+    state_shapes = jax.tree.map(_abstract, state)
+    state_out = StepState(pool_sharding(mesh), replicated(mesh))
+
+    def compile_one(bucket: Bucket) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        buffer = jax.ShapeDtypeStruct(
+            (batch_words(bucket, options.max_pages_per_seq),),
+            jnp.int32,
+            sharding=replicated(mesh),
+        )
+        step = jit_step(make_step(options, bucket), out_shardings=(state_out, replicated(mesh)))
+        compiled = step.lower(param_shapes, state_shapes, buffer).compile()
+        memory = compiled.memory_analysis()
+        log.info(
+            "bucket tokens=%d rows=%d%s: %.1f MiB temporary, %.2f s",
+            bucket.num_tokens,
+            bucket.num_rows,
+            " decode" if bucket.decode_only else "",
+            (memory.temp_size_in_bytes if memory else 0) / 2**20,
+            time.perf_counter() - start,
+        )
+        return compiled
+
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        compiled = dict(zip(buckets, pool.map(compile_one, buckets), strict=True))
+    log.info("%d buckets compiled in %.2f s", len(buckets), time.perf_counter() - begin)
+    return compiled
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,84 @@
+"""How large the KV pool is, and its one array. Knows bytes and shapes, not who uses a page."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jserve.config import CacheSettings
+from jserve.errors import ConfigError
+from jserve.models.config import ModelConfig
+from jserve.models.head_layout import HeadLayout
+from jserve.runner.mesh import pool_sharding
+from pallas_kernels.kv_layout import bytes_per_page, pool_shape
+
+DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 64, "gpu": 64}
+ACCELERATOR_FRACTION = 0.9
+# On a CPU the pool shares memory with everything else, and is touched at once: keep it modest.
+CPU_FRACTION, CPU_MOST_BYTES = 0.25, 512 * 2**20
+
+
+def page_size_for(settings: CacheSettings, platform: str) -> int:
+    return settings.page_size or DEFAULT_PAGE_SIZE[platform]
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Returns the bytes that `device` can still hand out (on a CPU: the machine's)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose_num_pages(
+    settings: CacheSettings,
+    model: ModelConfig,
+    layout: HeadLayout,
+    dtype: jnp.dtype,
+    *,
+    page_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    device: jax.Device,
+) -> int:
+    """Returns P, the pages of the pool with the null page, from the memory it may take per device.
+
+    Never more than all rows at full length can use.
+
+    Raises:
+      ConfigError: the memory does not hold two pages.
+    """
+    heads_here = layout.num_kv_heads // layout.tensor_parallel_size
+    page_bytes = bytes_per_page(model.num_layers, page_size, heads_here, model.head_dim, dtype)
+    if settings.kv_memory_bytes:
+        budget = settings.kv_memory_bytes
+    elif settings.kv_memory_fraction:
+        budget = int(settings.kv_memory_fraction * free_bytes(device))
+    elif device.platform == "cpu":
+        budget = min(int(CPU_FRACTION * free_bytes(device)), CPU_MOST_BYTES)
+    else:
+        budget = int(ACCELERATOR_FRACTION * free_bytes(device))
+    useful = max_num_seqs * -(-max_model_len // page_size) + 1
+    num_pages = min(budget // page_bytes, useful)
+    if num_pages < 2:
+        raise ConfigError(
+            f"{budget} bytes of KV memory hold {budget // page_bytes} pages of {page_bytes} bytes; "
+            f"raise --kv_memory_bytes to {2 * page_bytes} or more, or lower --page_size"
+        )
+    return num_pages
+
+
+def make_pool(
+    model: ModelConfig,
+    layout: HeadLayout,
+    dtype: jnp.dtype,
+    num_pages: int,
+    page_size: int,
+    mesh: Mesh,
+) -> jax.Array:
+    """Returns the zeroed pool [L, P, p, 2K, H], split over the mesh."""
+    shape = pool_shape(model.num_layers, num_pages, page_size, layout.num_kv_heads, model.head_dim)
+    return jnp.zeros(shape, dtype, device=pool_sharding(mesh))

@@ -1,0 +1,44 @@
+"""Devices of one engine and where its arrays live on them. Knows axes, not values."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jserve.errors import ConfigError
+from jserve.models.layers import LOGICAL_AXIS_RULES
+
+MODEL_AXIS = "model"
+_MESH_AXIS = dict(LOGICAL_AXIS_RULES)
+
+
+def make_mesh(tensor_parallel_size: int) -> Mesh:
+    """Returns a mesh of the first `tensor_parallel_size` devices along one axis, "model".
+
+    Raises:
+      ConfigError: there are fewer devices.
+    """
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size} needs as many devices; there are "
+            f"{len(devices)} of kind {devices[0].device_kind!r} (on a CPU, add "
+            f"--emulated_cpu_devices={tensor_parallel_size})"
+        )
+    return Mesh(np.array(devices[:tensor_parallel_size]), (MODEL_AXIS,))
+
+
+def sharding_of(mesh: Mesh, logical_axes: tuple[str | None, ...]) -> NamedSharding:
+    """Returns the sharding of an array by the logical names of its axes (models/layers.py)."""
+    spec = PartitionSpec(*(_MESH_AXIS.get(axis) if axis else None for axis in logical_axes))
+    return NamedSharding(mesh, spec)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def pool_sharding(mesh: Mesh) -> NamedSharding:
+    """The KV pool [L, P, p, 2K, H] is split over its heads, keys and values of one together."""
+    return NamedSharding(mesh, PartitionSpec(None, None, None, MODEL_AXIS, None))

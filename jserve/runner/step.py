@@ -1,0 +1,134 @@
+"""The pure step: one packed batch in, one token per row out, KV pages written on the way.
+
+Knows arrays and their layout; no requests, no clock, no compilation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jserve.models.config import ModelConfig
+from jserve.models.decoder import LayerLoop, decoder_apply, logits
+from jserve.runner.mesh import MODEL_AXIS
+from jserve.runner.sampling import Sampled, sample
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from scheduler.bucket import Bucket
+from scheduler.packer import FROM_DEVICE, batch_fields
+
+
+class StepState(NamedTuple):
+    """What stays on the device between steps; donated to each."""
+
+    kv_pool: Float[Array, "L P p 2K H"]
+    last_tokens: Int[Array, " slots+1"]  # the last entry is the null slot's
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What the decoder reads of a batch."""
+
+    token_ids: Int[Array, " T"]
+    positions: Int[Array, " T"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What is fixed for all of an engine's buckets."""
+
+    model: ModelConfig
+    mesh: Mesh
+    backend: Backend
+    loop: LayerLoop
+    max_pages_per_seq: int  # J
+
+
+def unpack(buffer: Int[Array, " words"], bucket: Bucket, J: int) -> dict[str, Array]:
+    """Returns the arrays of a packed batch, by the table that packed them."""
+    arrays = {}
+    for name, (offset, shape, dtype) in batch_fields(bucket, J).items():
+        words = buffer[offset : offset + math.prod(shape)].reshape(shape)
+        is_int = dtype is buffer.dtype.type
+        arrays[name] = words if is_int else jax.lax.bitcast_convert_type(words, dtype)
+    return arrays
+
+
+def make_step(
+    options: StepOptions, bucket: Bucket
+) -> Callable[[Any, StepState, Array], tuple[StepState, Sampled]]:
+    """Returns step(params, state, buffer i32[words]) -> (state, sampled) for one bucket."""
+
+    def step(params, state: StepState, buffer) -> tuple[StepState, Sampled]:
+        batch = unpack(buffer, bucket, options.max_pages_per_seq)
+        tokens = StepTokens(_token_ids(batch, state.last_tokens), batch["positions"])
+        attend = _make_attend(options, bucket, batch)
+        hidden, kv_pool = decoder_apply(
+            params, options.model, tokens, state.kv_pool, attend, options.loop
+        )
+        if not bucket.decode_only:  # else token t is row t
+            last = jnp.maximum(batch["cu_q_lens"][1:] - 1, 0)
+            hidden = jnp.take(hidden, last, axis=1, mode="clip")
+        sampled = sample(logits(params, options.model, hidden), batch)
+        last_tokens = state.last_tokens.at[batch["slots"]].set(sampled.token_ids)
+        return StepState(kv_pool, last_tokens), sampled
+
+    return step
+
+
+def _token_ids(batch: Mapping[str, Array], last_tokens: Int[Array, " slots+1"]) -> Array:
+    """Fills in the ids that only the device knows. Such rows come first: token t is row t."""
+    token_ids, slots = batch["token_ids"], batch["slots"]
+    count = min(token_ids.shape[0], slots.shape[0])
+    head = token_ids[:count]
+    known = jnp.where(head == FROM_DEVICE, last_tokens[slots[:count]], head)
+    return jnp.concatenate([known, token_ids[count:]])
+
+
+def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array]):
+    """Returns the attention of one layer over this batch; with several devices, each does the
+    heads that it holds."""
+    model, mesh = options.model, options.mesh
+    rows = [batch[n] for n in ("kv_lens", "page_indices", "cu_q_lens", "distribution")]
+
+    def attention(q, kv, kv_pool, layer, sliding_window, *rows):
+        return ragged_paged_attention(
+            q,
+            kv.astype(kv_pool.dtype),
+            kv_pool,
+            layer,
+            *rows,
+            scale=model.query_scale,
+            sliding_window=sliding_window,
+            soft_cap=model.attn_soft_cap,
+            backend=options.backend,
+            decode_only=bucket.decode_only,
+        )
+
+    if mesh.size > 1:
+        heads = PartitionSpec(None, MODEL_AXIS, None)
+        pool = PartitionSpec(None, None, None, MODEL_AXIS, None)
+        whole = PartitionSpec()
+        attention = jax.shard_map(
+            attention,
+            mesh=mesh,
+            in_specs=(heads, heads, pool, *[whole] * (2 + len(rows))),
+            out_specs=(heads, pool),
+            check_vma=False,
+        )
+
+    def attend(q, kv, kv_pool, layer, sliding_window):
+        return attention(q, kv, kv_pool, layer, sliding_window, *rows)
+
+    return attend
+
+
+jit_step = partial(jax.jit, donate_argnums=1)
