@@ -101,9 +101,14 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _strings(value: Any) -> Iterable[str]:
+def _strings(value: Any) -> list[str]:
     found: list[str] = []
-    _map_strings(value, lambda text: found.append(text) or text)
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    _map_strings(value, note)
     return found
 
 

@@ -33,7 +33,9 @@ class PreTokenization:
     add_bos: bool = False
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        steps = [pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits]
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits
+        ]
         if self.single_digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2_split))

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import processors
 
 from jserve.errors import CheckpointError
-from jserve.text.hf_tokenizer import load_tokenizer
+from jserve.text.tokenizer import load_tokenizer
 
 
 def folder_with(tmp_path: Path, **files: dict[str, Any]) -> Path:
