@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -54,6 +55,8 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = model_config_from_hf(checkpoint.config, checkpoint.generation_config)
+    # Dynamic rope scales with the longest length that is served.
+    model = replace(model, max_position=_max_model_len(config, model))
     tokenizer = _tokenizer_of(checkpoint)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     layout = head_layout(model, mesh.size)
@@ -133,23 +136,30 @@ def _dtype(name: str, platform: str) -> jnp.dtype:
 
 
 def _layer_loop(name: str, platform: str) -> str:
-    if name not in ("auto", "unrolled", "scanned"):
-        raise ConfigError(f"layer_loop={name!r}; use auto, unrolled or scanned")
     if name == "auto":
-        return "scanned" if platform == "tpu" else "unrolled"
+        return {"cpu": "switched", "tpu": "scanned"}.get(platform, "unrolled")
+    if name not in ("unrolled", "switched", "scanned"):
+        raise ConfigError(f"layer_loop={name!r}; use auto, unrolled, switched or scanned")
     return name
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest request to serve: as asked, if the model's positions reach so far."""
+    wanted = config.model.max_model_len
+    rope = model.rope
+    most = model.max_position
+    if rope.kind == "dynamic":  # the one extension that the trained length does not include
+        most = int(most * rope.factor)
+    if wanted > most:
+        raise ConfigError(f"max_model_len={wanted} is more than the model was made for: {most}")
+    return wanted or model.max_position
 
 
 def _scheduler_config(
     config: EngineConfig, model: ModelConfig, layout: HeadLayout, dtype: jnp.dtype, platform: str
 ) -> SchedulerConfig:
     """The scheduler's limits, from the settings, the model and the device's memory."""
-    wanted = config.model.max_model_len
-    if wanted > model.max_position:
-        raise ConfigError(
-            f"max_model_len={wanted} is more than the model was made for: {model.max_position}"
-        )
-    max_model_len = wanted or model.max_position
+    max_model_len = model.max_position
     page_size = page_size_for(config.cache, platform)
     num_pages = choose_num_pages(
         config.cache,
@@ -164,7 +174,7 @@ def _scheduler_config(
     capacity = (num_pages - 1) * page_size
     if capacity < max_model_len:
         log.warning("the KV pool holds %d tokens, less than %d", capacity, max_model_len)
-        if not wanted:
+        if not config.model.max_model_len:
             max_model_len = capacity
     return SchedulerConfig(
         max_num_seqs=config.scheduler.max_num_seqs,

@@ -45,7 +45,7 @@ class ParallelSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
     attention_backend: str = "auto"  # "xla", "mosaic_tpu", "mosaic_gpu"
-    layer_loop: str = "auto"  # "unrolled" (CPU, GPU), "scanned" (TPU)
+    layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
 
 

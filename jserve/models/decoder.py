@@ -1,13 +1,14 @@
 """The decoder: embedding, the loop over layers, final norm, logits. Knows no pages or requests.
 
-One layer function serves two loops: unrolled (CPU, GPU), where it is traced once and called L
-times, and scanned (TPU), over weights stacked on a leading axis. Letters: T tokens, S sampling
+One layer function serves three loops: switched (CPU), unrolled (GPU), and scanned over weights
+stacked on a leading axis (TPU). Letters: T tokens, S sampling
 rows, D width, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import flax.linen as nn
@@ -24,7 +25,7 @@ from jserve.models.layers import Attend, DecoderLayer, declare_params, linear, r
 from jserve.models.params import top_shapes
 from jserve.models.rope import rope_table
 
-LayerLoop = Literal["unrolled", "scanned"]
+LayerLoop = Literal["unrolled", "switched", "scanned"]
 
 
 class StepTokens(Protocol):
@@ -82,7 +83,7 @@ def decoder_apply(
       batch: token ids and positions.
       kv_pool: any pytree; handed to `attend` layer after layer, and returned.
       attend: the attention of one layer, with scale and soft cap bound by the caller.
-      loop: "unrolled" or "scanned".
+      loop: "unrolled" or "switched" (over a list of layers), or "scanned".
 
     Returns:
       The hidden states after the final norm, in the dtype of the embedding, and the pool.
@@ -97,28 +98,69 @@ def decoder_apply(
     decoder, ends = Decoder(config, layout), {"params": _without_layers(params)}
     tables = _rope_tables(config, batch.positions)  # [1 or 2, 2, H/2, T]
 
-    # A function made anew in each trace of the step, as `attend` may hold that trace's arrays.
-    # Under jit its L calls share one trace and one lowering, which XLA inlines.
-    @jax.jit
-    def run_layer(weights, x, kv_pool, layer, sliding_window, rope_index):
-        return DecoderLayer(config, layout).apply(
-            {"params": weights}, x, kv_pool, tables[rope_index], layer, sliding_window, attend
-        )
+    layer = DecoderLayer(config, layout)
+
+    def before(weights, x, rope_index):
+        return layer.apply({"params": weights}, x, tables[rope_index], method="before_attention")
+
+    def after(weights, x, attended):
+        return layer.apply({"params": weights}, x, attended, method="after_attention")
 
     x: Any = decoder.apply(ends, batch.token_ids, method="embed")
-    scalars = _layer_scalars(config)
-    if loop == "scanned":
-
-        def body(carry, inputs):  # the pool is carried: through xs and ys it would be copied
-            weights, scalars = inputs
-            return run_layer(weights, *carry, *scalars), None
-
-        (x, kv_pool), _ = jax.lax.scan(body, (x, kv_pool), (layers, scalars))
-    else:
-        for weights, *of_layer in zip(layers, *scalars, strict=True):
-            x, kv_pool = run_layer(weights, x, kv_pool, *of_layer)
+    run = {"unrolled": _run_unrolled, "switched": _run_switched, "scanned": _run_scanned}[loop]
+    x, kv_pool = run(layers, _layer_scalars(config), x, kv_pool, before, attend, after)
     hidden: Any = decoder.apply(ends, x, method="final_norm")
     return hidden, kv_pool
+
+
+def _run_unrolled(layers, scalars, x, kv_pool, before, attend, after):
+    """One program piece per layer: for GPUs, where a scan would copy each layer's weights."""
+
+    # Made anew in each trace of the step, as `attend` may hold that trace's arrays. Under jit its
+    # L calls share one trace and one lowering, which XLA inlines.
+    @jax.jit
+    def run_layer(weights, x, kv_pool, layer, sliding_window, rope_index):
+        q, kv = before(weights, x, rope_index)
+        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        return after(weights, x, attended), kv_pool
+
+    for weights, *of_layer in zip(layers, *scalars, strict=True):
+        x, kv_pool = run_layer(weights, x, kv_pool, *of_layer)
+    return x, kv_pool
+
+
+def _run_switched(layers, scalars, x, kv_pool, before, attend, after):
+    """A loop whose matmuls are switch branches, one per layer: for CPUs.
+
+    Each layer's weights are read in place, as when unrolled, while the loops inside attention are
+    compiled once instead of L times, which is most of the compile time on a CPU.
+    """
+    before, after = jax.jit(before), jax.jit(after)  # one trace for all branches
+
+    def run_layer(index, carry):
+        x, kv_pool = carry
+        layer, sliding_window, rope_index = (jnp.asarray(array)[index] for array in scalars)
+        q, kv = jax.lax.switch(
+            index, [partial(before, weights) for weights in layers], x, rope_index
+        )
+        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        x = jax.lax.switch(index, [partial(after, weights) for weights in layers], x, attended)
+        return x, kv_pool
+
+    return jax.lax.fori_loop(0, len(layers), run_layer, (x, kv_pool))
+
+
+def _run_scanned(layers, scalars, x, kv_pool, before, attend, after):
+    """A scan over stacked weights: for TPUs, where slices of them fuse into the matmuls."""
+
+    def run_layer(carry, inputs):  # the pool is carried: through xs and ys it would be copied
+        (x, kv_pool), (weights, (layer, sliding_window, rope_index)) = carry, inputs
+        q, kv = before(weights, x, rope_index)
+        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        return (after(weights, x, attended), kv_pool), None
+
+    (x, kv_pool), _ = jax.lax.scan(run_layer, (x, kv_pool), (layers, scalars))
+    return x, kv_pool
 
 
 def logits(

@@ -37,7 +37,8 @@ class HeadLayout:
     def is_identity(self) -> bool:
         """True if heads are the model's own, in its own order."""
         queries = [head for group in self.query_heads for head in group]
-        return queries == list(range(len(queries))) and ZERO_HEAD not in self.kv_heads
+        kv_heads = list(range(len(self.kv_heads)))  # copies of a head have equal queries
+        return queries == list(range(len(queries))) and list(self.kv_heads) == kv_heads
 
 
 def head_layout(config: ModelConfig, tensor_parallel_size: int = 1) -> HeadLayout:

