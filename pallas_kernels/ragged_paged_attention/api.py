@@ -79,7 +79,8 @@ def _check(q, kv, kv_pool, kv_lens, page_indices, cu_q_lens, distribution, soft_
     """Raises ValueError with the values and the remedy where static facts contradict."""
     if q.ndim != 3 or kv.ndim != 3 or kv_pool.ndim != 5:
         raise ValueError(
-            f"{q.shape=}, {kv.shape=}, {kv_pool.shape=}; use [T, N, H], [T, 2K, H], [L, P, p, 2K, H]"
+            f"{q.shape=}, {kv.shape=}, {kv_pool.shape=}; "
+            "use [T, N, H], [T, 2K, H] and [L, P, p, 2K, H]"
         )
     (num_tokens, num_heads, head_dim), num_rows = q.shape, kv_lens.shape[0]
     two_k = kv_pool.shape[3]

@@ -10,13 +10,11 @@ class XlaConfig:
     """Block sizes of the XLA backend, in tokens unless said otherwise.
 
     Attributes:
-      decode_block: KV tokens of one row in one work item of the decode path.
-      decode_items: work items in one iteration of the decode loop.
+      decode_items: blocks of up to 16 KV tokens met in one iteration of the decode loop.
       prefill_tile: query tokens of one row in one tile of the prefill path.
       prefill_block: KV tokens met by a tile in one iteration.
     """
 
-    decode_block: int
     decode_items: int
     prefill_tile: int
     prefill_block: int
@@ -25,8 +23,7 @@ class XlaConfig:
 def xla_config(num_tokens: int, num_rows: int, page_size: int) -> XlaConfig:
     """Returns block sizes for a bucket of `num_tokens` tokens and `num_rows` rows."""
     return XlaConfig(
-        decode_block=max(64, page_size),
-        decode_items=max(8, 2 * num_rows),
+        decode_items=min(128, max(16, 4 * num_rows)),
         prefill_tile=min(128, -(-num_tokens // 8) * 8),
         prefill_block=max(128, page_size),
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_layout import NULL_PAGE
 from pallas_kernels.ragged_paged_attention.config import XlaConfig
+from pallas_kernels.ragged_paged_attention.xla_decode import decode
 
 _MASKED = -1e30  # finite: a fully masked block must not make inf - inf
 
@@ -28,7 +29,9 @@ def ragged_paged_attention(
     decode_lens = jnp.where(is_decode, kv_lens, 0)
     if decode_only:
         decode_lens = jnp.where(jnp.diff(cu_q_lens) > 0, kv_lens, 0)
-    rows = _decode(q_of_row, kv_pool, layer, decode_lens, page_indices, config=config, **common)
+    rows = decode(
+        q_of_row, kv_pool, layer, decode_lens, page_indices, num_items=config.decode_items, **common
+    ).astype(q.dtype)
     if decode_only:
         return rows, kv_pool
     out = jnp.zeros_like(q)
@@ -58,64 +61,6 @@ def _scores(q, k, scale, soft_cap):
     """q `[..., M, H]` and k `[..., B, H]` -> f32 scores `[..., M, B]`."""
     s = jnp.einsum("...mh,...bh->...mb", q, k, preferred_element_type=jnp.float32) * scale
     return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
-
-
-def _decode(q, kv_pool, layer, kv_lens, page_indices, *, scale, window, soft_cap, config):
-    """One query per row, `[S, N, H]` -> `[S, N, H]`; rows with kv_len 0 cost nothing."""
-    num_rows, num_heads, head_dim = q.shape
-    page_size, num_kv_heads = kv_pool.shape[2], kv_pool.shape[3] // 2
-    group = num_heads // num_kv_heads
-    pages = config.decode_block // page_size
-    block, width = pages * page_size, config.decode_items
-    first = jnp.where(window > 0, jnp.maximum(kv_lens - window, 0), 0)
-    first_block = first // block
-    ends = jnp.cumsum(-(-kv_lens // block) - first_block)
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    q = q.reshape(num_rows, num_kv_heads, group, head_dim)
-
-    def body(state):
-        i, m, l, acc = state
-        item = i + jnp.arange(width)
-        row = jnp.sum(item[:, None] >= ends[None, :], axis=1)
-        owner = row[:, None] == jnp.arange(num_rows)[None, :]  # [W, S]; no owner past the end
-        row = jnp.minimum(row, num_rows - 1)
-        number = item - starts[row] + first_block[row]
-        position = number[:, None] * block + jnp.arange(block)[None, :]
-        valid = (position >= first[row][:, None]) & (position < kv_lens[row][:, None])
-        page = jnp.where(
-            valid.reshape(width, pages, page_size).any(-1),
-            page_indices[
-                row[:, None],
-                jnp.minimum(position[:, ::page_size] // page_size, page_indices.shape[1] - 1),
-            ],
-            NULL_PAGE,
-        )
-        tokens = kv_pool[layer, page].reshape(width, block, num_kv_heads, 2, head_dim)
-        k = tokens[:, :, :, 0].swapaxes(1, 2)
-        v = jnp.where(valid[:, None, :, None], tokens[:, :, :, 1].swapaxes(1, 2), 0)
-        s = jnp.where(valid[:, None, None, :], _scores(q[row], k, scale, soft_cap), _MASKED)
-        m_item = s.max(-1)
-        p = jnp.where(valid[:, None, None, :], jnp.exp(s - m_item[..., None]), 0)
-        l_item = p.sum(-1)
-        o_item = jnp.einsum(
-            "wkgb,wkbh->wkgh", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
-        best = jnp.where(owner[:, :, None, None], m_item[:, None], _MASKED).max(0)
-        m_new = jnp.maximum(m, best)
-        weight = jnp.exp(m_item - m_new[row])
-        one_hot = owner.astype(jnp.float32)
-        keep = jnp.exp(m - m_new)
-        l = l * keep + jnp.einsum("ws,wkg->skg", one_hot, l_item * weight)
-        acc = acc * keep[..., None] + jnp.einsum(
-            "ws,wkgh->skgh", one_hot, o_item * weight[..., None]
-        )
-        return i + width, m_new, l, acc
-
-    shape = (num_rows, num_kv_heads, group)
-    state = (0, jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-    _, _, l, acc = jax.lax.while_loop(lambda s: s[0] < ends[-1], body, state)
-    out = acc / jnp.where(l > 0, l, 1)[..., None]
-    return out.reshape(num_rows, num_heads, head_dim).astype(kv_pool.dtype)
 
 
 def _prefill(
