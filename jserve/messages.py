@@ -1,4 +1,4 @@
-"""What crosses between front ends and the engine: one request in, updates out. Knows no transport."""
+"""What crosses between front ends and the engine: a request in, updates out; no transport."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MAX_STOP_TOKEN_IDS = 64
 def _real(name: str, value: Any, low: float, high: float, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise InvalidRequest(f"{name}={value!r} is not a finite number; use {expected}")
-    if not low <= value <= high:
+    if not low <= float(value) <= high:
         raise InvalidRequest(f"{name}={value!r} is out of range; use {expected}")
     return float(value)
 
@@ -26,7 +26,7 @@ def _real(name: str, value: Any, low: float, high: float, expected: str) -> floa
 def _integer(name: str, value: Any, low: int, high: int, expected: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequest(f"{name}={value!r} is not an integer; use {expected}")
-    if not low <= value <= high:
+    if not low <= int(value) <= high:
         raise InvalidRequest(f"{name}={value!r} is out of range; use {expected}")
     return int(value)
 

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from jserve.config import EngineConfig, ServerSettings
 from jserve.errors import ConfigError, JserveError
-from jserve.flags import config_from_flags, define_flags
+from jserve.flags import config_from_flags, define_flags, list_in_help
 from jserve.server.grpc_service import SERVICE, Engine, GenerateService, create_server
 from jserve.server.health import EngineHealth
 
@@ -206,5 +206,6 @@ def _leave_build_thread_behind() -> None:
 def run() -> NoReturn:
     """Console command `jserve-serve`."""
     define_flags()
+    list_in_help()
     flags.FLAGS.set_default("verbosity", 0)  # INFO: the ready line is meant to be seen
     app.run(main)

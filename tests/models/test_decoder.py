@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import flax.linen as nn
 import jax
@@ -62,7 +62,7 @@ def differences(name, loop="unrolled", dtype=jnp.float32, layout=None):
 
 
 @EACH_MODEL
-@pytest.mark.parametrize("loop", ["unrolled", "scanned"])
+@pytest.mark.parametrize("loop", ["unrolled", "switched", "scanned"])
 def test_logits_of_every_position_are_those_of_transformers(name, loop):
     for difference in differences(name, loop):
         assert difference.max() < 1e-4
@@ -79,15 +79,11 @@ def test_bfloat16_logits_are_finite_and_near_the_float32_ones(name):
 def test_activations_of_the_large_model_leave_the_range_of_float16():
     model = reference_model("llama_large_activations")  # O80
     layer = DecoderLayer(model.config, head_layout(model.config), jnp.bfloat16)
-    x, _ = layer.apply(
-        {"params": model.params(jnp.bfloat16)["layers"][0]},
-        jnp.ones((model.config.hidden_size, 1), jnp.bfloat16),
-        jnp.zeros((1, 1, 4, 8), jnp.bfloat16),
-        jnp.zeros((2, 4, 1)),
-        0,
-        0,
-        partial(dense_attend, model.config),
-    )
+    weights = {"params": model.params(jnp.bfloat16)["layers"][0]}
+    x = jnp.ones((model.config.hidden_size, 1), jnp.bfloat16)
+    q, kv = layer.apply(weights, x, jnp.zeros((2, 4, 1)), method="before_attention")
+    attended, _ = dense_attend(model.config, q, kv, jnp.zeros((1, 1, 4, 8), jnp.bfloat16), 0, 0)
+    x = layer.apply(weights, x, attended, method="after_attention")
     assert x.dtype == jnp.bfloat16
     assert float(jnp.abs(x).max()) > 65_504
 
@@ -118,7 +114,7 @@ def test_rope_scaling_is_read_under_both_spellings_of_its_kind(name):
         ),
     ],
 )
-@pytest.mark.parametrize("loop", ["unrolled", "scanned"])
+@pytest.mark.parametrize("loop", ["unrolled", "switched", "scanned"])
 def test_padded_and_repeated_heads_give_the_same_logits(name, layout, loop):
     if isinstance(layout, int):
         layout = head_layout(reference_model(name).config, layout)
@@ -136,7 +132,7 @@ def test_both_loops_hand_the_same_keys_and_values_to_the_pool():
     assert all(np.abs(layer).max() > 0 for layer in unrolled)
 
 
-@pytest.mark.parametrize("loop", ["unrolled", "scanned"])
+@pytest.mark.parametrize("loop", ["unrolled", "switched", "scanned"])
 def test_the_layer_is_traced_once_for_all_layers(loop):
     model = reference_model("gemma3")
     traces = []
