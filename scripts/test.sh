@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Sets up what the tests need and runs them; see usage below.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/lib.sh
+
+usage() {
+  cat <<'TEXT'
+scripts/test.sh [--quick] [--gemma] [--python=VERSION] [argument of pytest ...]
+
+Checks style and types, then runs the tests, in .venv. The default model is fetched on first use.
+
+  --quick           leave out the slow tests
+  --gemma           also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
+  --python=VERSION  3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
+TEXT
+}
+
+venv=.venv versions=("${PYTHON_VERSIONS[@]}") lint=true pytest=(--durations=15)
+for argument in "$@"; do
+  case $argument in
+    --quick) pytest+=(-m "not slow") ;;
+    --gemma) pytest+=(--gemma) ;;
+    --python=*) versions=("${argument#*=}") venv=.venv-${argument#*=} lint=false ;;
+    --help | -h) usage && exit ;;
+    *) pytest+=("$argument") ;;
+  esac
+done
+
+begin=$(now_ms)
+set_up_venv "$venv" test "${versions[@]}"
+say "Environment: ready after $(since_ms "$begin")"
+
+if $lint; then
+  begin=$(now_ms)
+  "$venv/bin/ruff" check --quiet .
+  "$venv/bin/ruff" format --quiet --check .
+  "$venv/bin/mypy" --no-error-summary --strict scheduler
+  "$venv/bin/mypy" --no-error-summary jserve pallas_kernels
+  say "Style and types: fine, $(since_ms "$begin")"
+fi
+
+begin=$(now_ms)
+"$venv/bin/python" -m pytest "${pytest[@]}" # not zero also where no test was selected
+say "Tests: passed, $(since_ms "$begin")"
