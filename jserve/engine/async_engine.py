@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import PreparedRequest
@@ -49,13 +50,19 @@ class RequestStream:
         self._updates.put_nowait(update)
 
 
+class _New(NamedTuple):
+    prepared: PreparedRequest
+    stream: RequestStream
+
+
 class AsyncEngine:
     """Runs an engine in a thread and gives each request a stream. For one event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: dict[str, RequestStream] = {}  # live requests; the loop's thread only
-        self._inbox: deque[PreparedRequest | str] = deque()  # new requests, ids to abort
+        self._inbox: deque[_New | str] = deque()  # new requests, ids to abort
+        self._readers: dict[str, RequestStream] = {}  # as the engine has them; its thread only
         self._wake = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
@@ -88,7 +95,7 @@ class AsyncEngine:
         request_id = prepared.request.request_id
         self._engine.check_room(request_id, self._streams)
         stream = self._streams[request_id] = RequestStream(self, request_id)
-        self._send(prepared)
+        self._send(_New(prepared, stream))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -112,7 +119,7 @@ class AsyncEngine:
         if self._closed_because:
             raise EngineDead(f"{self._closed_because}; send the request to another server")
 
-    def _send(self, item: PreparedRequest | str) -> None:
+    def _send(self, item: _New | str) -> None:
         self._inbox.append(item)
         self._wake.set()
 
@@ -142,11 +149,18 @@ class AsyncEngine:
             item = self._inbox.popleft()
             if isinstance(item, str):
                 self._engine.abort(item)
+                self._readers.pop(item, None)
             else:
-                self._engine.add_prepared(item)
+                self._readers[item.stream.request_id] = item.stream
+                self._engine.add_prepared(item.prepared)
 
     def _post(self, updates: list[RequestUpdate]) -> None:
-        self._call_in_loop(self._deliver, updates)
+        addressed = []
+        for update in updates:
+            addressed.append((self._readers[update.request_id], update))
+            if update.finish_reason is not None:
+                del self._readers[update.request_id]
+        self._call_in_loop(self._deliver, addressed)
 
     def _call_in_loop(self, function, *args) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -154,11 +168,10 @@ class AsyncEngine:
 
     # ---- the event loop's thread ------------------------------------------------------------
 
-    def _deliver(self, updates: list[RequestUpdate]) -> None:
-        for update in updates:
-            stream = self._streams.get(update.request_id)
-            if stream is None:  # aborted meanwhile
-                continue
+    def _deliver(self, addressed: list[tuple[RequestStream, RequestUpdate]]) -> None:
+        for stream, update in addressed:
+            if self._streams.get(update.request_id) is not stream:
+                continue  # aborted meanwhile; another request may have its id by now
             if update.finish_reason is not None:
                 del self._streams[update.request_id]
             stream.put(update)

@@ -214,7 +214,8 @@ class Engine:
         is_first = live.first_token_time is None
         if is_first:
             live.first_token_time = now
-            started = request.first_scheduled_time or now
+            started = request.first_scheduled_time
+            assert started is not None, f"{request.request_id} has a token but never ran"
             self.metrics.on_first_token(started - request.arrival_time, now - request.arrival_time)
         else:
             self.metrics.on_token_gap(now - live.last_token_time)

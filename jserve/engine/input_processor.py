@@ -3,9 +3,9 @@ validation behind every front end. Knows the model's limits, not the queue."""
 
 from __future__ import annotations
 
-import math
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from jserve.text.tokenizer import Tokenizer
 from scheduler.request import Request, SamplingView
 
 MAX_ID_CHARS = 256
+MAX_TIMEOUT_S = 1e9  # some thirty years
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,13 @@ class InputProcessor:
         if not isinstance(message.tenant, str) or len(message.tenant) > MAX_ID_CHARS:
             raise InvalidRequest(f"tenant must be a string of at most {MAX_ID_CHARS} characters")
         if timeout_s is not None and not (
-            isinstance(timeout_s, Real) and math.isfinite(timeout_s) and timeout_s > 0
+            isinstance(timeout_s, Real)
+            and not isinstance(timeout_s, bool)
+            and 0 < timeout_s <= MAX_TIMEOUT_S
         ):
-            raise InvalidRequest(f"{timeout_s=} is not a finite number of seconds above 0")
+            raise InvalidRequest(
+                f"{timeout_s=} is not a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
+            )
         request_id = message.request_id
         if request_id is None:
             return uuid4().hex
@@ -149,6 +154,12 @@ class InputProcessor:
             ids = self._checked_ids(message.prompt_token_ids)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
+        if (highest := max(ids)) >= self.limits.vocab_size:  # some tokenizers know more than that
+            token = self.tokenizer.decode([highest], skip_special_tokens=False)
+            raise InvalidRequest(
+                f"the prompt holds {token!r}, token id {highest}, which this model does not have; "
+                "leave it out"
+            )
         return ids
 
     def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
@@ -174,9 +185,8 @@ class InputProcessor:
                 f"max_model_len={limit}: use at most {limit - 1}"
             )
         if asked is None:
-            while (why := self._why_too_large(num_prompt + room)) and room > 1:
-                room //= 2
-            asked = room
+            too_large = lambda n: self._why_too_large(num_prompt + n) is not None  # noqa: E731
+            asked = max(bisect_left(range(1, room + 1), True, key=too_large), 1)
         elif asked > room:
             raise InvalidRequest(
                 f"max_tokens={asked} and {num_prompt} prompt tokens exceed max_model_len={limit}; "
