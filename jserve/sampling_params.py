@@ -16,11 +16,16 @@ MAX_STOP_TOKEN_IDS = 64
 
 
 def _real(name: str, value: Any, low: float, high: float, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if not math.isfinite(number):
         raise InvalidRequest(f"{name}={value!r} is not a finite number; use {expected}")
-    if not low <= float(value) <= high:
+    if not low <= number <= high:
         raise InvalidRequest(f"{name}={value!r} is out of range; use {expected}")
-    return float(value)
+    return number
 
 
 def _integer(name: str, value: Any, low: int, high: int, expected: str) -> int:
