@@ -6,7 +6,7 @@ dense keys and values, so a mistake in paging cannot cancel out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
@@ -104,6 +104,22 @@ def build(case: Case) -> Step:
         cu_q_lens=cu_q_lens.astype(np.int32),
         distribution=np.asarray([decode_end, len(q_lens), len(q_lens)], np.int32),
         dense=dense,
+    )
+
+
+def bucketed(case: Case) -> Case:
+    """`case` padded up to one of a few shapes, as an engine does, so that programs are shared."""
+
+    def padding(real: int, *sizes: int) -> int:
+        return min(size for size in sizes if size >= real) - real
+
+    pages = case.pages_of_rows
+    return replace(
+        case,
+        padding_tokens=padding(sum(q_len for _, q_len in case.rows), 80, 400),
+        padding_rows=padding(len(case.rows), 10, 70),
+        spare_pages=padding(sum(pages), 40, 400),
+        spare_columns=padding(max(pages), 20, 130),
     )
 
 

@@ -63,6 +63,9 @@ def ragged_paged_attention(
       ValueError: shapes, dtypes or settings contradict each other.
       NotImplementedError: the backend is not built.
     """
+    q, kv, kv_pool, kv_lens, page_indices, cu_q_lens, distribution = map(
+        jax.numpy.asarray, (q, kv, kv_pool, kv_lens, page_indices, cu_q_lens, distribution)
+    )
     _check(q, kv, kv_pool, kv_lens, page_indices, cu_q_lens, distribution, soft_cap, decode_only)
     if backend is not Backend.XLA:
         raise NotImplementedError(f"{backend=} has no ragged paged attention; use Backend.XLA")

@@ -39,8 +39,8 @@ def prefill(
         token = jnp.minimum(start, num_tokens - tile) + jnp.arange(tile)
         positions = kv_lens[row] - cu_q_lens[row + 1] + token
         o = _attend(
-            lax.dynamic_slice_in_dim(q, token[0], tile), positions, kv_lens[row], kv_pool, layer,
-            page_indices[row], scale=scale, window=window, soft_cap=soft_cap, block=block,
+            lax.dynamic_slice_in_dim(q, token[0], tile), positions, row, kv_lens[row], kv_pool,
+            layer, page_indices, scale=scale, window=window, soft_cap=soft_cap, block=block,
         )  # fmt: skip
         old = lax.dynamic_slice_in_dim(out, token[0], tile)
         mine = (token >= start) & (token < cu_q_lens[row + 1])
@@ -51,9 +51,9 @@ def prefill(
 
 
 def _attend(
-    q, positions, kv_len, kv_pool, layer, page_indices, *, scale, window, soft_cap, block
+    q, positions, row, kv_len, kv_pool, layer, page_indices, *, scale, window, soft_cap, block
 ):  # fmt: skip
-    """One tile of one row: q `[t, N, H]` at `positions` i32[t] -> f32 `[t, N, H]`."""
+    """One tile of one row's queries: q `[t, N, H]` at `positions` i32[t] -> f32 `[t, N, H]`."""
     tile, num_heads, head_dim = q.shape
     page_size, num_kv_heads = kv_pool.shape[2], kv_pool.shape[3] // 2
     pages = block // page_size
@@ -68,7 +68,7 @@ def _attend(
         b, best, total, acc = state
         key = b * block + jnp.arange(block)
         number = b * pages + jnp.arange(pages)
-        page = page_indices[jnp.minimum(number, page_indices.shape[0] - 1)]
+        page = page_indices[row, jnp.minimum(number, page_indices.shape[1] - 1)]
         page = _barrier(jnp.where(number * page_size < end, page, NULL_PAGE))
         kv = kv_pool[layer, page].reshape(block, num_kv_heads, 2, head_dim)
         k = kv[:, :, 0].swapaxes(0, 1)
