@@ -1,0 +1,203 @@
+"""Times ragged paged attention per layer, decode and prefill, against a plain gather.
+
+    python scripts/bench_attention.py --suite=decode --model=smollm2 --page_sizes=16,32
+
+Every number is for one layer inside a loop over `--num_layers` layers of one donated pool, so keys
+and values come from memory as they do in a model's step. `cpu` is processor time of all threads:
+on a busy machine it is the steadier one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from pallas_kernels.dispatch import backend_for
+from pallas_kernels.kv_layout import pool_shape
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+_SUITE = flags.DEFINE_enum("suite", "all", ["all", "decode", "prefill"], "what to time")
+_MODEL = flags.DEFINE_enum("model", "smollm2", ["smollm2", "gemma3-270m"], "head shapes")
+_PAGE_SIZES = flags.DEFINE_list("page_sizes", ["16"], "tokens per page, one or more")
+_ROWS = flags.DEFINE_list("rows", ["1", "4", "16", "32"], "decode rows")
+_CONTEXTS = flags.DEFINE_list("contexts", ["64", "200", "512", "2048"], "tokens of context")
+_CHUNKS = flags.DEFINE_list("chunks", ["64", "256", "512"], "prefill tokens in the step")
+_NUM_LAYERS = flags.DEFINE_integer("num_layers", 8, "layers of the pool")
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 4096, "width of page_indices, in tokens")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "timed calls of each program")
+_BASELINE = flags.DEFINE_boolean("baseline", False, "time gather + einsum over max_model_len too")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of queries and pool")
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int
+
+
+MODELS = {"smollm2": Heads(9, 3, 64, 0), "gemma3-270m": Heads(4, 1, 256, 512)}
+
+
+class Timing(NamedTuple):
+    """Microseconds of one layer."""
+
+    best: float
+    median: float
+    cpu: float
+
+
+def make_step(heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int]):
+    """Returns the arguments of a step whose rows lie in randomly permuted pages."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(_DTYPE.value)
+    num_tokens, num_rows = sum(q_lens), len(kv_lens)
+    pages = [-(-n // page_size) for n in kv_lens]
+    order = 1 + rng.permutation(sum(pages))
+    page_indices = np.zeros((num_rows, _MAX_MODEL_LEN.value // page_size), np.int32)
+    for s, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
+        page_indices[s, :count] = order[end - count : end]
+    shape = pool_shape(
+        _NUM_LAYERS.value, 1 + sum(pages), page_size, heads.num_kv_heads, heads.head_dim
+    )
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+
+    decode_end = sum(n == 1 for n in q_lens)
+    return (
+        normal(num_tokens, heads.num_heads, heads.head_dim),
+        normal(num_tokens, 2 * heads.num_kv_heads, heads.head_dim),
+        normal(*shape),
+        jnp.asarray(kv_lens, jnp.int32),
+        jnp.asarray(page_indices),
+        jnp.asarray(np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32),
+        jnp.asarray([decode_end, num_rows, num_rows], jnp.int32),
+    )
+
+
+def paged(heads: Heads, decode_only: bool) -> Callable:
+    backend = backend_for(jax.default_backend())
+
+    def attend(q, kv, pool, layer, *rows):
+        return ragged_paged_attention(
+            q, kv, pool, layer, *rows, scale=heads.head_dim**-0.5,
+            sliding_window=heads.sliding_window, backend=backend, decode_only=decode_only,
+        )  # fmt: skip
+
+    return attend
+
+
+def gathered(heads: Heads) -> Callable:
+    """Decode as one gather of all pages a row may have, and two einsums."""
+
+    def attend(q, kv, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
+        page_size, position = pool.shape[2], kv_lens - 1
+        page = jnp.take_along_axis(page_indices, position[:, None] // page_size, axis=1)[:, 0]
+        pool = pool.at[layer, page, position % page_size].set(kv)
+        tokens = pool[layer, page_indices]
+        tokens = tokens.reshape(q.shape[0], -1, heads.num_kv_heads, 2, heads.head_dim)
+        grouped = q.reshape(q.shape[0], heads.num_kv_heads, -1, heads.head_dim)
+        scores = jnp.einsum("skgh,stkh->skgt", grouped, tokens[:, :, :, 0]) * heads.head_dim**-0.5
+        key = jnp.arange(scores.shape[-1])
+        seen = key < kv_lens[:, None]
+        if heads.sliding_window:
+            seen &= key >= kv_lens[:, None] - heads.sliding_window
+        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf))
+        out = jnp.einsum("skgt,stkh->skgh", weights.astype(q.dtype), tokens[:, :, :, 1])
+        return out.reshape(q.shape), pool
+
+    return attend
+
+
+def measure(attend: Callable, step) -> Timing:
+    """Times `attend` over all layers; each layer's output feeds the next one's queries."""
+    num_layers = _NUM_LAYERS.value
+
+    def layers(q, kv, pool, *rows):
+        def one(layer, carry):
+            q, pool = carry
+            out, pool = attend(q, kv, pool, layer, *rows)
+            return q + out * jnp.asarray(1e-3, q.dtype), pool
+
+        return jax.lax.fori_loop(0, num_layers, one, (q, pool))
+
+    q, kv, pool, *rows = step
+    pool = jnp.copy(pool)
+    program = jax.jit(layers, donate_argnums=2).lower(q, kv, pool, *rows).compile()
+    walls, cpus = [], []
+    for _ in range(_REPEATS.value + 1):
+        wall, cpu = time.perf_counter(), time.process_time()
+        out, pool = program(q, kv, pool, *rows)
+        jax.block_until_ready((out, pool))
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    scale = 1e6 / num_layers
+    walls, cpus = np.array(walls[1:]) * scale, np.array(cpus[1:]) * scale
+    return Timing(walls.min(), float(np.median(walls)), cpus.min())
+
+
+def ragged(num_rows: int, mean: int) -> list[int]:
+    """Log-normal lengths with the given mean, the longest about four times as long."""
+    lengths = np.random.default_rng(1).lognormal(0, 0.6, num_rows)
+    lengths = lengths / lengths.mean() * mean
+    return [int(n) for n in np.clip(lengths, 1, _MAX_MODEL_LEN.value)]
+
+
+def bench_decode(heads: Heads, page_size: int) -> None:
+    bytes_per_token = 2 * heads.num_kv_heads * heads.head_dim * jnp.dtype(_DTYPE.value).itemsize
+    print(f"\ndecode, {_MODEL.value}, {_DTYPE.value}, page_size {page_size}: us per layer")
+    print(f"{'rows':>5}{'context':>9}{'lengths':>9}{'best':>9}{'median':>9}{'cpu':>9}{'GB/s':>7}")
+    for num_rows in map(int, _ROWS.value):
+        for context in map(int, _CONTEXTS.value):
+            shapes = {"uniform": [context] * num_rows}
+            if num_rows > 1:
+                shapes["ragged"] = ragged(num_rows, context)
+            for name, kv_lens in shapes.items():
+                step = make_step(heads, page_size, kv_lens, [1] * num_rows)
+                window = heads.sliding_window or max(kv_lens)
+                live = sum(min(n, window) for n in kv_lens) * bytes_per_token
+                t = measure(paged(heads, decode_only=True), step)
+                line = f"{num_rows:5}{context:9}{name:>9}{t.best:9.0f}{t.median:9.0f}{t.cpu:9.0f}"
+                line += f"{live / t.best / 1e3:7.1f}"
+                if _BASELINE.value:
+                    base = measure(gathered(heads), step)
+                    line += f"   gather {base.best:9.0f}{base.median:9.0f}{base.cpu:9.0f}"
+                print(line, flush=True)
+
+
+def bench_prefill(heads: Heads, page_size: int) -> None:
+    print(f"\nprefill, {_MODEL.value}, {_DTYPE.value}, page_size {page_size}: us per layer")
+    print(f"{'chunk':>6}{'before':>9}{'best':>9}{'median':>9}{'cpu':>9}{'GFLOP/s':>9}")
+    for chunk in map(int, _CHUNKS.value):
+        for before in (0, *map(int, _CONTEXTS.value)):
+            step = make_step(heads, page_size, [before + chunk], [chunk])
+            t = measure(paged(heads, decode_only=False), step)
+            window = heads.sliding_window or before + chunk
+            seen = sum(min(before + i + 1, window) for i in range(chunk))
+            flops = 4 * seen * heads.num_heads * heads.head_dim
+            print(
+                f"{chunk:6}{before:9}{t.best:9.0f}{t.median:9.0f}{t.cpu:9.0f}"
+                f"{flops / t.best / 1e3:9.0f}",
+                flush=True,
+            )
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    heads = MODELS[_MODEL.value]
+    for page_size in map(int, _PAGE_SIZES.value):
+        if _SUITE.value in ("all", "decode"):
+            bench_decode(heads, page_size)
+        if _SUITE.value in ("all", "prefill"):
+            bench_prefill(heads, page_size)
+
+
+if __name__ == "__main__":
+    app.run(main)
