@@ -22,7 +22,12 @@ from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
-from jserve.runner.compile import compile_steps, enable_compilation_cache, on_each_compilation
+from jserve.runner.compile import (
+    compile_steps,
+    enable_compilation_cache,
+    give_back_memory,
+    on_each_compilation,
+)
 from jserve.runner.kv_cache import choose_num_pages, make_pool, page_size_for
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.runner import Runner
@@ -84,19 +89,8 @@ def build_engine(config: EngineConfig) -> Engine:
     steps = compile_steps(options, buckets, params, state)
     scheduler = Scheduler(limits)
     metrics = EngineMetrics()
-    processor = InputProcessor(
-        tokenizer,
-        chat_template_of(tokenizer),
-        ModelLimits(
-            name=config.model.served_model_name or config.model.model,
-            vocab_size=model.vocab_size,
-            max_model_len=limits.max_model_len,
-            eos_token_ids=tuple({*model.eos_token_ids, *tokenizer.eos_token_ids}),
-        ),
-        scheduler.why_too_large,
-    )
     engine = Engine(
-        processor=processor,
+        processor=_input_processor(config, model, tokenizer, scheduler),
         scheduler=scheduler,
         packer=Packer(limits, buckets),
         runner=Runner(params, state, steps),
@@ -105,6 +99,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_queued_requests=config.scheduler.max_queued_requests,
     )
     on_each_compilation(metrics.on_compilation)
+    give_back_memory()
     log.info(
         "engine built in %.2f s: weights %.2f s, the rest %.2f s",
         time.perf_counter() - begin,
@@ -127,6 +122,22 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.tokenizer_folder is not None:
         return load_tokenizer(checkpoint.tokenizer_folder)
     raise CheckpointError(f"{checkpoint.source}: has no tokenizer files")
+
+
+def _input_processor(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, scheduler: Scheduler
+) -> InputProcessor:
+    return InputProcessor(
+        tokenizer,
+        chat_template_of(tokenizer),
+        ModelLimits(
+            name=config.model.served_model_name or config.model.model,
+            vocab_size=model.vocab_size,
+            max_model_len=scheduler.config.max_model_len,
+            eos_token_ids=tuple({*model.eos_token_ids, *tokenizer.eos_token_ids}),
+        ),
+        scheduler.why_too_large,
+    )
 
 
 def _dtype(name: str, platform: str) -> jnp.dtype:

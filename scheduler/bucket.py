@@ -13,6 +13,9 @@ class Bucket(NamedTuple):
     decode_only: bool
 
 
+FEW_ROWS = 4
+
+
 def _doubling(low: int, high: int) -> list[int]:
     """low, 2 low, 4 low, ... and high itself, whatever it is."""
     sizes = []
@@ -23,15 +26,17 @@ def _doubling(low: int, high: int) -> list[int]:
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-    """Returns every shape, cheapest first within each kind.
+    """Returns every shape, cheapest first within each kind: few, as each costs start-up time and
+    memory.
 
-    Decode: 1, 2, 4, ... rows. Mixed: 16, 32, 64, ... tokens, each with few rows and with all rows,
-    because the rows cost as much as tokens do in the LM head.
+    Decode: 1 row, then 4, 8, 16, ... (2 rows cost what 4 do). Mixed: 32, 64, 128, ... tokens, the
+    smallest with few rows, as for a short prompt alone the LM head's rows would weigh most.
     """
-    decode = [Bucket(n, n, True) for n in _doubling(1, max_num_seqs)]
-    row_sizes = sorted({min(4, max_num_seqs), max_num_seqs})
-    token_sizes = _doubling(min(16, max_num_batched_tokens), max_num_batched_tokens)
-    return decode + [Bucket(t, s, False) for t in token_sizes for s in row_sizes if s <= t]
+    few_rows = min(FEW_ROWS, max_num_seqs)
+    decode = [Bucket(n, n, True) for n in sorted({1, *_doubling(few_rows, max_num_seqs)})]
+    sizes = _doubling(min(32, max_num_batched_tokens), max_num_batched_tokens)
+    mixed = [Bucket(size, max_num_seqs, False) for size in sizes[1:] or sizes]
+    return decode + list(dict.fromkeys([Bucket(sizes[0], few_rows, False), *mixed]))
 
 
 def choose_bucket(buckets: list[Bucket], num_tokens: int, num_rows: int) -> Bucket:

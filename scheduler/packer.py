@@ -129,11 +129,8 @@ class Packer:
             batch[name][:count] = of_slot[slots]
 
     def _pack_tokens(self, batch: dict[str, np.ndarray], rows: list[PlanRow]) -> None:
-        token_ids, positions, cu_q_lens = (
-            batch["token_ids"],
-            batch["positions"],
-            batch["cu_q_lens"],
-        )
+        token_ids, positions = batch["token_ids"], batch["positions"]
+        cu_q_lens = batch["cu_q_lens"]
         end = num_decodes = 0
         for index, (request, start, count, _, reads_last_token) in enumerate(rows):
             if count == 1:  # most rows of most steps

@@ -18,7 +18,7 @@ from pallas_kernels.kv_layout import bytes_per_page, pool_shape
 DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 64, "gpu": 64}
 ACCELERATOR_FRACTION = 0.9
 # On a CPU the pool shares memory with everything else, and is touched at once: keep it modest.
-CPU_FRACTION, CPU_MOST_BYTES = 0.25, 512 * 2**20
+CPU_FRACTION, CPU_MOST_BYTES = 0.25, 384 * 2**20
 
 
 def page_size_for(settings: CacheSettings, platform: str) -> int:

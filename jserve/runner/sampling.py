@@ -107,7 +107,8 @@ def draw(
     block, before = pick(block_weights, point)
     in_block = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
     token, _ = pick(in_block, point - before)
-    return (block * _DRAW_BLOCK + token).astype(jnp.int32)
+    # A row of NaN, in which nothing is live, would end in the padding.
+    return jnp.minimum(block * _DRAW_BLOCK + token, V - 1).astype(jnp.int32)
 
 
 def truncate(

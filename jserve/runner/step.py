@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +128,3 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
         return attention(q, kv, kv_pool, layer, sliding_window, *rows)
 
     return attend
-
-
-jit_step = partial(jax.jit, donate_argnums=1)
