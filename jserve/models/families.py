@@ -157,7 +157,7 @@ def model_config_from_hf(
         attn_soft_cap=values.get("attn_logit_softcapping") if family.is_gemma else None,
         final_soft_cap=values.get("final_logit_softcapping") if family.is_gemma else None,
         sliding_windows=_sliding_windows(values, family),
-        eos_token_ids=_eos_token_ids(generation_config or {}, config, values),
+        eos_token_ids=_eos_token_ids(generation_config or {}, config, family),
         bos_token_id=values.get("bos_token_id"),
     )
 
@@ -285,7 +285,13 @@ def _rope(values: Mapping[str, Any], params: Mapping[str, Any], max_position: in
     )
 
 
-def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(
+    generation_config: Mapping[str, Any], config: Mapping[str, Any], family: _Family
+) -> tuple[int, ...]:
+    """What the files name, joined; the family's default only where all of them are silent."""
+    sources = [generation_config, config, config.get("text_config") or {}]
+    if not any("eos_token_id" in source for source in sources):
+        sources = [family.defaults]
     ids: list[int] = []
     for source in sources:
         eos = source.get("eos_token_id")

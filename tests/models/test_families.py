@@ -189,6 +189,12 @@ def test_the_text_model_of_a_multimodal_gemma3_is_taken():
     assert config.sliding_windows[:6] == (1024,) * 5 + (0,)
 
 
+def test_a_familys_default_eos_id_counts_only_where_the_files_name_none():
+    assert config_of(generation_config={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert config_of().eos_token_ids == (2,)
+    assert config_of(eos_token_id=None).eos_token_ids == ()
+
+
 def test_eos_ids_of_the_generation_config_come_first_and_are_joined():
     config = config_of(generation_config={"eos_token_id": [7, 8]}, eos_token_id=2)
     assert config.eos_token_ids == (7, 8, 2)
