@@ -176,7 +176,7 @@ async def test_a_failure_of_the_device_ends_every_stream_and_refuses_new_request
             assert isinstance(updates[-1].error, EngineDead)
             assert "the device is lost" in str(updates[-1].error)
         assert not front.is_ready
-        with pytest.raises(EngineDead, match="the device is lost.*another server"):
+        with pytest.raises(EngineDead, match=r"the device is lost.*another server"):
             await front.submit(asking("r9", [1], 3))
 
 

@@ -1,8 +1,7 @@
-"""The one validation behind every front end: what is refused, in which words, and what comes out."""
+"""The one validation behind every front end: what is refused, in which words, what comes out."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np

@@ -1,0 +1,158 @@
+"""Real engines over the tiny models: compiled once per process, arranged anew for each test.
+
+A test's engine has its own scheduler, pages, queue and metrics over the shared runner. Limits only
+shrink: the compiled steps hold any smaller number of pages, rows and tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+
+from jserve.build import build_engine
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.engine import Engine
+from jserve.engine.input_processor import InputProcessor
+from jserve.engine.metrics import EngineMetrics
+from jserve.llm import LLM, engine_config
+from jserve.offline import RequestOutput
+from jserve.sampling_params import SamplingParams
+from jserve.text.chat import chat_template_of
+from scheduler.bucket import make_buckets
+from scheduler.packer import Packer
+from scheduler.scheduler import Scheduler
+from tests.e2e.chain_model import TinyModel, write_chain_model, write_random_model
+from tests.server.conftest import Served, serving, until
+
+PAGE = 16
+SLOTS, BUDGET = 4, 64
+SETTINGS = {
+    "max_num_seqs": SLOTS,
+    "max_num_batched_tokens": BUDGET,
+    "kv_memory_bytes": 2 * 2**20,
+    "served_model_name": "tiny",
+}
+EOS = ("<eos a>", "<eos b>")
+END_OF_TURN = "<|im_end|>"  # a special token, but no EOS
+WALKS = (
+    ("A", "one", "two", *reversed(EOS)),
+    ("B", "red", "green", "blue", END_OF_TURN, "after"),
+    ("C", "ABC", "DEF", "GHI", "J.", "KLM"),
+    ("D", "ABX", "DEX", "GHX", "JX.", "KLX"),
+    ("0", *"123456789", ";"),
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@cache
+def model(kind: str) -> TinyModel:
+    """The "chain" or the "random" model; its folder lives as long as the process."""
+    folder = tempfile.TemporaryDirectory(prefix="jserve-tiny-")
+    _folders.append(folder)
+    path = Path(folder.name)
+    if kind == "chain":
+        return write_chain_model(path, WALKS, special=(*EOS, END_OF_TURN), eos=EOS)
+    return write_random_model(path)
+
+
+_folders: list[tempfile.TemporaryDirectory] = []
+
+
+@cache
+def _built(kind: str) -> Engine:
+    return build_engine(engine_config(model=str(model(kind).folder), **SETTINGS))
+
+
+def arranged(
+    kind: str = "random",
+    *,
+    max_model_len: int | None = None,
+    overlap: bool = True,
+    max_queued_requests: int = 1024,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: int | bool,
+) -> Engine:
+    """Returns a fresh engine; `limits` are SchedulerConfig's, none above the built one's."""
+    built = _built(kind)
+    base, model_limits = built.scheduler.config, built.processor.limits
+    config = dataclasses.replace(base, **limits)
+    assert config.num_pages <= base.num_pages
+    scheduler = Scheduler(config)
+    if max_model_len is not None:
+        model_limits = dataclasses.replace(model_limits, max_model_len=max_model_len)
+    return Engine(
+        processor=InputProcessor(
+            built.tokenizer,
+            chat_template_of(built.tokenizer),
+            model_limits,
+            scheduler.why_too_large,
+            clock,
+        ),
+        scheduler=scheduler,
+        packer=Packer(config, make_buckets(base.max_num_seqs, base.max_num_batched_tokens)),
+        runner=built._runner,
+        metrics=EngineMetrics(),
+        overlap=overlap,
+        max_queued_requests=max_queued_requests,
+        clock=clock,
+    )
+
+
+def generate(engine: Engine, prompts, params=GREEDY) -> list[RequestOutput]:
+    """What the offline API gives on `engine`, which stays open."""
+    return LLM.from_engine(engine).generate(prompts, params)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def alone(prompt, params=GREEDY, kind: str = "random") -> list[int]:
+    """The tokens of a prompt that has a fresh engine to itself."""
+    return tokens_of(generate(arranged(kind), [prompt], params))[0]
+
+
+def greedy(max_tokens: int, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+def prompt_of(length: int, start: int = 0) -> list[int]:
+    """Token ids without a pattern; prompts of different `start` share no prefix."""
+    return [(start * 101 + 7 * i + i * i // 3) % 250 for i in range(1, length + 1)]
+
+
+def value(engine: Engine, name: str, **labels: str) -> float | None:
+    return engine.metrics.registry.get_sample_value(f"jserve_{name}", labels)
+
+
+def assert_balanced(engine: Engine) -> None:
+    """Check B of the fault reports: when idle, nothing runs or waits, and all pages are there."""
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert [stats[n] for n in ("running", "waiting", "pages_used", "live_tokens")] == [0] * 4
+    assert stats["pages_free"] + stats["pages_cached"] == engine.scheduler.pool.num_usable
+    assert value(engine, "requests_running") == value(engine, "requests_waiting") == 0
+    assert value(engine, "kv_pages", state="used") == value(engine, "live_tokens") == 0
+
+
+async def idle(engine: Engine) -> None:
+    """Returns when the engine, in its thread, has nothing left to do."""
+    await until(lambda: not engine.has_work)
+
+
+@asynccontextmanager
+async def serving_real(engine: Engine, **settings: object) -> AsyncIterator[Served]:
+    """A real gRPC server over `engine` in its thread; at the end all must have been given back."""
+    front = AsyncEngine(engine)
+    try:
+        async with serving(front, **settings) as served:
+            yield served
+            await idle(engine)
+    finally:
+        await front.drain(0)
+    assert_balanced(engine)
