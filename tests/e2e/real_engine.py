@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from jserve.build import build_engine
 from jserve.engine.async_engine import AsyncEngine
-from jserve.engine.engine import Engine
+from jserve.engine.engine import Engine, StepHandle
 from jserve.engine.input_processor import InputProcessor
 from jserve.engine.metrics import EngineMetrics
 from jserve.llm import LLM, engine_config
@@ -24,7 +25,7 @@ from jserve.offline import RequestOutput
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
 from scheduler.bucket import make_buckets
-from scheduler.packer import Packer
+from scheduler.packer import PackedBatch, Packer
 from scheduler.scheduler import Scheduler
 from tests.e2e.chain_model import TinyModel, write_chain_model, write_random_model
 from tests.server.conftest import Served, serving, until
@@ -64,21 +65,40 @@ _folders: list[tempfile.TemporaryDirectory] = []
 
 
 @cache
-def _built(kind: str) -> Engine:
+def _built(kind: str, role: str) -> Engine:
     return build_engine(engine_config(model=str(model(kind).folder), **SETTINGS))
+
+
+class _Turn:
+    """The runner that engines share, in the hands of the newest one."""
+
+    _holders: ClassVar[dict[Engine, _Turn]] = {}
+
+    def __init__(self, built: Engine) -> None:
+        self._built = built
+        self._holders[built] = self
+
+    def dispatch(self, batch: PackedBatch) -> StepHandle:
+        assert self._holders[self._built] is self, "a newer engine has overwritten the pages"
+        return self._built._runner.dispatch(batch)
 
 
 def arranged(
     kind: str = "random",
     *,
+    role: str = "tested",
     max_model_len: int | None = None,
     overlap: bool = True,
     max_queued_requests: int = 1024,
     clock: Callable[[], float] = time.monotonic,
     **limits: int | bool,
 ) -> Engine:
-    """Returns a fresh engine; `limits` are SchedulerConfig's, none above the built one's."""
-    built = _built(kind)
+    """Returns a fresh engine; `limits` are SchedulerConfig's, none above the built one's.
+
+    It takes the device's pages over from the engine before it of the same model and role, which
+    must not run again.
+    """
+    built = _built(kind, role)
     base, model_limits = built.scheduler.config, built.processor.limits
     config = dataclasses.replace(base, **limits)
     assert config.num_pages <= base.num_pages
@@ -95,7 +115,7 @@ def arranged(
         ),
         scheduler=scheduler,
         packer=Packer(config, make_buckets(base.max_num_seqs, base.max_num_batched_tokens)),
-        runner=built._runner,
+        runner=_Turn(built),
         metrics=EngineMetrics(),
         overlap=overlap,
         max_queued_requests=max_queued_requests,
@@ -113,8 +133,13 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def alone(prompt, params=GREEDY, kind: str = "random") -> list[int]:
-    """The tokens of a prompt that has a fresh engine to itself."""
-    return tokens_of(generate(arranged(kind), [prompt], params))[0]
+    """The tokens of a prompt that has another engine to itself."""
+    return tokens_of(generate(reference(kind), [prompt], params))[0]
+
+
+def reference(kind: str = "random") -> Engine:
+    """Returns a fresh engine that shares nothing with those under test."""
+    return arranged(kind, role="reference", enable_prefix_cache=False)
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:
