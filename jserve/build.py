@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
+from jserve.models.decoder import LayerLoop
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.runner.compile import (
@@ -146,12 +148,12 @@ def _dtype(name: str, platform: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _layer_loop(name: str, platform: str) -> str:
+def _layer_loop(name: str, platform: str) -> LayerLoop:
     if name == "auto":
-        return {"cpu": "switched", "tpu": "scanned"}.get(platform, "unrolled")
-    if name not in ("unrolled", "switched", "scanned"):
+        name = {"cpu": "switched", "tpu": "scanned"}.get(platform, "unrolled")
+    if name not in get_args(LayerLoop):
         raise ConfigError(f"layer_loop={name!r}; use auto, unrolled, switched or scanned")
-    return name
+    return cast(LayerLoop, name)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

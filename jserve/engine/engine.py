@@ -25,10 +25,17 @@ from scheduler.scheduler import Scheduler, StepPlan
 class StepOutput(Protocol):
     """One step's tokens i32[S], and log-probabilities where the batch asked for them."""
 
-    token_ids: np.ndarray
-    logprobs: np.ndarray | None  # f32[S]
-    top_ids: np.ndarray | None  # i32[S, A]
-    top_logprobs: np.ndarray | None  # f32[S, A]
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+    @property
+    def logprobs(self) -> np.ndarray | None: ...  # f32[S]
+
+    @property
+    def top_ids(self) -> np.ndarray | None: ...  # i32[S, A]
+
+    @property
+    def top_logprobs(self) -> np.ndarray | None: ...  # f32[S, A]
 
 
 class StepHandle(Protocol):
@@ -187,7 +194,7 @@ class Engine:
         arrived = time.perf_counter()
         now = self._clock()
         updates = []
-        for request, token_id, row in self.scheduler.update(flight.plan, output.token_ids):
+        for request, token_id, row in self.scheduler.update(flight.plan, output.token_ids.tolist()):
             live = self._live[request.request_id]
             updates.append(self._on_token(live, token_id, row, output, now))
         self._show_state()

@@ -31,8 +31,11 @@ LayerLoop = Literal["unrolled", "switched", "scanned"]
 class StepTokens(Protocol):
     """What the decoder reads of a step's batch."""
 
-    token_ids: Int[Array, " T"]  # in [0, V); padding may be any id
-    positions: Int[Array, " T"]  # from 0
+    @property
+    def token_ids(self) -> Int[Array, " T"]: ...  # in [0, V); padding may be any id
+
+    @property
+    def positions(self) -> Int[Array, " T"]: ...  # from 0
 
 
 class Decoder(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jserve.runner.mesh import pool_sharding, replicated
+from jserve.runner.mesh import replicated
 from jserve.runner.step import StepOptions, StepState, make_step
 from scheduler.bucket import Bucket
 from scheduler.packer import batch_words
@@ -39,7 +39,7 @@ def enable_compilation_cache(folder: Path) -> None:
 def on_each_compilation(callback: Callable[[], None]) -> None:
     """Calls `callback` whenever this process compiles, or loads from the cache, any program."""
 
-    def listen(event: str, _duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             callback()
 
@@ -57,7 +57,7 @@ def compile_steps(
     begin = time.perf_counter()
     param_shapes = jax.tree.map(_abstract, params)
     state_shapes = jax.tree.map(_abstract, state)
-    state_out = StepState(pool_sharding(mesh), replicated(mesh))
+    state_out = jax.tree.map(lambda array: array.sharding, state)
 
     def compile_one(bucket: Bucket) -> jax.stages.Compiled:
         start = time.perf_counter()
