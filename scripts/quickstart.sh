@@ -77,7 +77,7 @@ start_server() {
     case $line in
       *"health answers on "*) target=${line##* } ;;
       *" compiled in "*) ;;
-      *"] bucket "*) progress "compiled $((++num_programs)) step shapes" ;;
+      *"] bucket "*) progress "$((++num_programs)) step shapes ready" ;;
       *"] weights "*) progress "${line##*] }" ;;
       *"] ready: "*) return ;;
     esac
@@ -97,7 +97,7 @@ progress() {
 }
 
 begin=$(now_ms)
-say "Server: loading the model and compiling its steps; the first start takes about a minute"
+say "Server: loading the model and compiling its steps; the first start compiles them, for about a minute"
 start_server --flagfile=configs/cpu_default.flags --model="$model" --port="$port" "$@"
 took_start=$(since_ms "$begin")
 if [ -t 1 ]; then printf '\r\033[K'; fi
