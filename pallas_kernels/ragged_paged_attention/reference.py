@@ -20,6 +20,17 @@ def ragged_paged_attention(
 ):  # fmt: skip
     """See `api.ragged_paged_attention`."""
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
+    if num_rows == 1:
+        # XLA:CPU takes the loops of a single row for small ones, compiles each into one scalar
+        # kernel, and copies the whole pool to call it. A padding row and token prevent all that.
+        grow = lambda x: jnp.pad(x, ((0, 1), *((0, 0),) * (x.ndim - 1)))  # noqa: E731
+        out, kv_pool = ragged_paged_attention(
+            grow(q), grow(kv), kv_pool, layer, grow(kv_lens), grow(page_indices),
+            jnp.append(cu_q_lens, cu_q_lens[-1]), distribution, scale=scale,
+            sliding_window=sliding_window, soft_cap=soft_cap, config=config,
+            decode_only=decode_only,
+        )  # fmt: skip
+        return out[:num_tokens], kv_pool
     kv_pool = write_kv(kv, kv_pool, layer, kv_lens, page_indices, cu_q_lens)
     common = dict(scale=scale, window=jnp.asarray(sliding_window, jnp.int32), soft_cap=soft_cap)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -191,8 +192,12 @@ def test_padding_tokens_give_zero():
     assert not out[step.num_real_tokens :].any()
 
 
-def test_donated_pool_is_written_in_place_inside_a_layer_loop():
-    case = dataclasses.replace(MIXED, num_layers=8, spare_pages=400)
+@pytest.mark.parametrize("rows", [((40, 1),), ((40, 1), (9, 1)), MIXED.rows])
+def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows):
+    decode_only = all(q_len == 1 for _, q_len in rows)
+    case = dataclasses.replace(
+        MIXED, rows=rows, num_layers=8, spare_pages=400, padding_rows=0, padding_tokens=0
+    )
     step = build(case)
 
     @functools.partial(jax.jit, donate_argnums=2)
@@ -200,7 +205,7 @@ def test_donated_pool_is_written_in_place_inside_a_layer_loop():
         def one(layer, carry):
             out, pool = ragged_paged_attention(
                 carry[0], kv, carry[1], layer, *step.arrays,
-                scale=case.scale, sliding_window=0, backend=Backend.XLA,
+                scale=case.scale, sliding_window=0, backend=Backend.XLA, decode_only=decode_only,
             )  # fmt: skip
             return out, pool
 
@@ -211,6 +216,9 @@ def test_donated_pool_is_written_in_place_inside_a_layer_loop():
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 8
+    shape = ",".join(map(str, pool.shape))
+    assert not re.findall(rf"f32\[{shape}\]\S* copy\(", program.as_text())
+    assert "xla_cpu_small_call" not in program.as_text()  # a scalar kernel; see reference.py
     address = pool.unsafe_buffer_pointer()
     _, pool = program(step.q, step.kv, pool)
     assert pool.unsafe_buffer_pointer() == address
