@@ -39,33 +39,34 @@ find_python() {
         sort -Vr
     )
   done
-  fail "found no Python ${*}; install one, for example: sudo apt-get install python3.12-venv," \
+  fail "found none of Python $*; install one, for example: sudo apt-get install python3.12-venv," \
     "or with pyenv: pyenv install 3.12"
 }
 
 # make_venv PYTHON FOLDER. Debian keeps pip out of python3: where python3-venv is missing, the pip
-# of the system or, without any, the one in the distribution's python3-pip-whl does as well.
+# of the system does as well, or the one in the distribution's python3-pip-whl, unpacked.
 make_venv() {
-  local python=$1 folder=$2 unpacked wheel
+  local python=$1 folder=$2 unpacked packages
   rm -rf "$folder"
   if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "$folder"
     return
   fi
   "$python" -m venv --without-pip "$folder"
-  if "$python" -m pip --python "$folder/bin/python" install --quiet pip 2>/dev/null; then
-    return
-  fi
-  unpacked=$(mktemp -d)
-  if (cd "$unpacked" && apt-get download python3-pip-whl && dpkg-deb -x ./*.deb .) &>/dev/null; then
-    wheel=$(find "$unpacked" -name 'pip-*.whl')
-    "$folder/bin/python" "$wheel/pip" install --quiet --no-index "$wheel"
+  if ! "$python" -m pip --python "$folder/bin/python" install --quiet pip 2>/dev/null; then
+    unpacked=$(mktemp -d)
+    packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    (
+      cd "$unpacked" && apt-get download python3-pip-whl && dpkg-deb -x ./*.deb . &&
+        "$OLDPWD/$folder/bin/python" -m zipfile -e usr/share/python-wheels/pip-*.whl "$packages"
+    ) &>/dev/null || true
     rm -rf "$unpacked"
-    return
   fi
-  rm -rf "$unpacked" "$folder"
-  fail "$python cannot make an environment: it has neither ensurepip nor pip; run" \
-    "sudo apt-get update && sudo apt-get install python$(python_version "$python")-venv"
+  if ! "$folder/bin/python" -m pip --version &>/dev/null; then
+    rm -rf "$folder"
+    fail "$python cannot make an environment: it has neither ensurepip nor pip; run" \
+      "sudo apt-get update && sudo apt-get install python$(python_version "$python")-venv"
+  fi
 }
 
 # set_up_venv FOLDER EXTRA VERSION...: an environment with the project, editable, and "" or the
