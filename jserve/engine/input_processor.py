@@ -149,6 +149,7 @@ class InputProcessor:
         elif message.prompt is not None:
             if not isinstance(message.prompt, str):
                 raise InvalidRequest(f"prompt is a {type(message.prompt).__name__}, not a text")
+            self._check_length(message.prompt)
             ids = self.tokenizer.encode(message.prompt)
         else:
             ids = self._checked_ids(message.prompt_token_ids)
@@ -161,6 +162,16 @@ class InputProcessor:
                 "leave it out"
             )
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuses what no tokenisation could make fit, before minutes are spent on trying."""
+        limit = self.limits.max_model_len
+        most = limit * self.tokenizer.longest_token_chars
+        if len(text) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters; max_model_len={limit} tokens hold at "
+                f"most {most}"
+            )
 
     def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):

@@ -86,6 +86,7 @@ class Tokenizer:
 
     Attributes:
       vocab_size: one more than the largest id that the vocabulary knows.
+      longest_token_chars: no token stands for more characters of a text.
       bos_token_id: the id that begins a text, or None.
       eos_token_ids: every id that ends a generation, the vocabulary's own first.
       add_bos: whether `encode` begins texts with BOS.
@@ -117,6 +118,7 @@ class Tokenizer:
         )
         # Where ids have holes, the number of tokens is less than the largest id.
         self.vocab_size = vocab_size or max(backend.get_vocab_size(), *(id + 1 for id in added), 0)
+        self.longest_token_chars = max(map(len, backend.get_vocab()), default=1)
         self._spelling = _TokenSpelling(backend.decoder)
         self._bytes: dict[int, bytes] = {}
         # A content without any of these characters cannot hold a special token's text.

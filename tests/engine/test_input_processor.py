@@ -143,6 +143,15 @@ def test_O18_what_just_fits_the_models_length_is_taken(num_prompt, max_tokens):
     assert PROCESSOR.prepare(message).request.sampling.max_tokens == max_tokens
 
 
+def test_a_text_that_no_tokenisation_could_make_fit_is_not_even_tokenised(monkeypatch):
+    monkeypatch.setattr(PROCESSOR.tokenizer, "encode", lambda text: pytest.fail("it was"))
+    refused(
+        rf"50000000 characters; max_model_len={LIMIT} tokens hold at most {LIMIT}",
+        prompt_token_ids=None,
+        prompt="X" * 50_000_000,
+    )
+
+
 def test_no_max_tokens_means_all_that_fit():
     unlimited = SamplingParams(max_tokens=None)
     message = GenerateRequest(prompt_token_ids=[5] * 10, sampling=unlimited)
@@ -216,8 +225,6 @@ def test_a_sampling_field_of_a_wrong_type_or_range_is_refused_by_name(name, valu
 
 
 def test_numbers_of_numpy_are_taken_as_plain_ones():
-    sampling = SamplingParams(
-        temperature=np.float32(0.5), max_tokens=np.int64(3), top_k=np.int32(2)
-    )
-    assert dataclasses.astuple(sampling)[:2] == (0.5, 2)
-    assert type(sampling.max_tokens) is int
+    sampling = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))
+    assert (sampling.temperature, sampling.max_tokens) == (0.5, 3)
+    assert (type(sampling.temperature), type(sampling.max_tokens)) == (float, int)
