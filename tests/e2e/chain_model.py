@@ -131,9 +131,7 @@ def _write_model(folder: Path, weights: dict[str, np.ndarray], eos: list[int]) -
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
 
 
-def _write_tokenizer(
-    folder: Path, names: Sequence[str], special: Sequence[str]
-) -> dict[str, int]:
+def _write_tokenizer(folder: Path, names: Sequence[str], special: Sequence[str]) -> dict[str, int]:
     """Writes a byte-level BPE vocabulary without merges: text becomes its bytes, and the named
     tokens come only out of the model (special ones out of text too)."""
     folder.mkdir(parents=True, exist_ok=True)
