@@ -1,0 +1,190 @@
+"""Two real models against transformers: prompt ids, 64 greedy tokens, and log-probabilities, in
+every arrangement of the engine. The goldens are tests/data/golden.
+
+Where transformers' best two logits are closer than CLEAR_GAP either may win, and comparing stops:
+a warning says where.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from jserve.build import build_engine
+from jserve.llm import LLM, engine_config
+from jserve.messages import GenerateRequest
+from jserve.sampling_params import SamplingParams
+from tests.conftest import golden
+from tests.e2e.conftest import rearranged
+from tests.e2e.tensor_parallel_process import run_jobs
+
+NUM_TOKENS = 64
+NUM_WITH_LOGPROBS = 8
+LOGPROB_TOLERANCE = 2e-3
+CLEAR_GAP = 1e-3
+PAGE_SIZE = 16
+LONG = 1000  # tokens: --quick leaves such prompts out
+SAMPLING = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 5}
+SETTINGS = {
+    "max_model_len": 2048,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 512,
+    "page_size": PAGE_SIZE,
+    "kv_memory_bytes": 256 * 2**20,
+    "dtype": "float32",
+}
+CHUNKS = [16, 64, 512]
+
+
+class Real(NamedTuple):
+    """A real model: its engine, compiled once, and its golden cases."""
+
+    engine: Any
+    file: Path
+    cases: list[dict]
+
+    def arranged(self, chunk: int, **changes) -> LLM:
+        return rearranged(self.engine, prefill_chunk=chunk, max_num_batched_tokens=chunk, **changes)
+
+
+@cache
+def _engine(file: Path):
+    return build_engine(engine_config(model=file, **SETTINGS))
+
+
+@pytest.fixture(params=["smollm2", pytest.param("gemma3", marks=pytest.mark.gemma)])
+def real(request: pytest.FixtureRequest) -> Real:
+    file = request.getfixturevalue(f"{request.param}_gguf")
+    name = {"smollm2": "smollm2_135m", "gemma3": "gemma3_270m"}[request.param]
+    return Real(_engine(file), file, golden(name))
+
+
+def clear_length(case: dict) -> int:
+    """How many tokens of a case are certain; warns where that is not all of them."""
+    for position, gap in enumerate(case["top1_top2_gap"][:NUM_TOKENS]):
+        if gap < CLEAR_GAP:
+            warnings.warn(
+                f"{case['name']}: compared up to token {position}, where the gap is {gap}",
+                stacklevel=2,
+            )
+            return position
+    return NUM_TOKENS
+
+
+def check(case: dict, token_ids: Sequence[int], top: Sequence[Sequence[tuple[int, float]]]):
+    """Compares one answer with its golden case; `top` is per token the best (id, logprob)."""
+    certain = clear_length(case)
+    assert token_ids[:certain] == case["output_ids"][:certain], case["name"]
+    assert len(token_ids) == NUM_TOKENS
+    # the token at a near tie is uncertain, the distribution it comes from is not
+    for position in range(min(certain + 1, NUM_WITH_LOGPROBS)):
+        found = dict(top[position])
+        for token_id, logprob in case["top5_first8"][position]:
+            place = f"{case['name']}, token {position}, id {token_id}"
+            if token_id in found:
+                assert abs(found[token_id] - logprob) < LOGPROB_TOLERANCE, place
+            else:  # of two that tie for the fifth place
+                assert abs(min(found.values()) - logprob) < LOGPROB_TOLERANCE, place
+
+
+def check_together(llm: LLM, cases: list[dict]) -> list[int]:
+    """Runs cases at once; returns how many tokens of each were found in the prefix cache."""
+    outputs = llm.generate([case["prompt_ids"] for case in cases], SamplingParams(**SAMPLING))
+    for case, output in zip(cases, outputs, strict=True):
+        completion = output.outputs[0]
+        check(case, completion.token_ids, [entry.top for entry in completion.logprobs])
+        assert completion.finish_reason == "length"
+    return [output.num_cached_tokens for output in outputs]
+
+
+def check_alone(llm: LLM, cases: list[dict]) -> list[int]:
+    return [cached for case in cases for cached in check_together(llm, [case])]
+
+
+def whole_pages_before_last(case: dict) -> int:
+    """The tokens of a prompt that a warm prefix cache gives: full pages, never the last token."""
+    return (len(case["prompt_ids"]) - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def test_prompt_ids_are_those_of_transformers(real):
+    for case in real.cases:
+        if case["messages"] and real.engine.processor._chat_template.source:
+            message = GenerateRequest(messages=case["messages"])
+        else:
+            message = GenerateRequest(prompt=case["text"])
+        prepared = real.engine.processor.prepare(message)
+        assert prepared.request.prompt_token_ids == case["prompt_ids"], case["name"]
+
+
+def test_short_prompts_together_cold_and_warm(real):
+    """The one pass over a real model that --quick keeps."""
+    cases = [case for case in real.cases if len(case["prompt_ids"]) < LONG]
+    llm = real.arranged(64)
+    assert check_together(llm, cases) == [0] * len(cases)
+    assert check_together(llm, cases) == [whole_pages_before_last(case) for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_each_prompt_alone(real, chunk):
+    cached = check_alone(real.arranged(chunk, enable_prefix_cache=False), real.cases)
+    assert cached == [0] * len(cached)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_twelve_at_once_cold_and_warm(real, chunk):
+    llm = real.arranged(chunk)
+    check_together(llm, real.cases)
+    assert check_together(llm, real.cases) == [whole_pages_before_last(c) for c in real.cases]
+
+
+@pytest.mark.slow
+def test_twelve_at_once_without_overlap_and_each_alone_from_a_warm_cache(real):
+    llm = real.arranged(512, overlap=False)
+    check_together(llm, real.cases)
+    assert check_alone(llm, real.cases) == [whole_pages_before_last(c) for c in real.cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("enable_prefix_cache", [True, False])
+def test_the_same_tokens_after_preemptions(real, overlap, enable_prefix_cache):
+    """The longest prompt grows past what the pool holds beside the others: they lose pages."""
+    longest = max(len(case["prompt_ids"]) for case in real.cases) + NUM_TOKENS
+    num_usable = -(-longest // PAGE_SIZE) + 24
+    llm = real.arranged(
+        64,
+        overlap=overlap,
+        enable_prefix_cache=enable_prefix_cache,
+        num_pages=num_usable + 1,
+    )
+    check_together(llm, real.cases)
+    engine = llm._engine
+    assert engine.scheduler.num_preemptions > 0
+    counted = engine.metrics.registry.get_sample_value("jserve_preemptions_total")
+    assert counted == engine.scheduler.num_preemptions
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+def test_two_devices_give_the_same_tokens(real):
+    """SmolLM2's 3 KV heads become 4 with one of zeros, Gemma 3's one is copied. One device is
+    what every other test here runs on."""
+    parallel = {"tensor_parallel_size": 2, "emulated_cpu_devices": 2}
+    settings = {"model": str(real.file), **SETTINGS, "max_num_batched_tokens": 64, **parallel}
+    prompts = [case["prompt_ids"] for case in real.cases]
+    [answer] = run_jobs(
+        [{"settings": settings, "batches": [prompts], "sampling": SAMPLING}], timeout_s=600
+    )
+    [outputs] = answer["batches"]
+    for case, output in zip(real.cases, outputs, strict=True):
+        check(case, output["token_ids"], output["top"])
+    pool = answer["shards"]["kv_pool"]
+    assert pool["devices"] == 2
+    assert pool["part"][3] == pool["whole"][3] // 2
