@@ -1,5 +1,6 @@
-"""A runner without a device: it stores token ids where a real one stores keys and values, and derives
-each next token from what it reads back, so that any fault in a page table becomes a wrong token."""
+"""A runner without a device: it stores token ids where a real one stores keys and values, and
+derives each next token from what it reads back, so that any fault in a page table becomes a wrong
+token."""
 
 from __future__ import annotations
 
