@@ -88,11 +88,13 @@ async def test_O53_within_the_drain_limit_streams_finish_and_new_requests_are_re
 
 async def _refused(client: GenerateClient) -> None:
     """Returns when a new request meets a server that drains; the signal takes a moment."""
-    probe = GenerateRequest(prompt_token_ids=[9], sampling=greedy(1))
+
+    async def probe_until_refused() -> None:
+        while True:
+            await client.generate(GenerateRequest(prompt_token_ids=[9], sampling=greedy(1)))
+
     with pytest.raises(EngineDead, match="draining"):
-        async with asyncio.timeout(END_S):
-            while True:
-                await client.generate(probe)
+        await asyncio.wait_for(probe_until_refused(), END_S)
 
 
 @pytest.mark.slow
