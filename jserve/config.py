@@ -31,7 +31,7 @@ class CacheSettings:
 class SchedulerSettings:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    prefill_chunk: int = 512  # most tokens of one prompt in one step
+    prefill_chunk: int = 256  # most tokens of one prompt in one step; the rest is for others
     max_queued_requests: int = 1024
     overlap: bool = True
 
