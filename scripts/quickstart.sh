@@ -91,7 +91,7 @@ start_server() {
 progress() {
   if [ -t 1 ]; then
     printf '\r\033[K  %s: %s' "$(since_ms "$begin")" "$1"
-  elif ((num_programs % 8 == 0)); then
+  elif ((num_programs % 4 == 0)); then
     say "  $(since_ms "$begin"): $1"
   fi
 }
