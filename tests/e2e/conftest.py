@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jserve.text.tokenizer import BYTE_ALPHABET
 from tests.models.reference import FOLDER
 
-REFERENCE_VOCAB = 128
+NUM_ASCII = 128
 
 
 def write_servable(name: str, folder: Path) -> Path:
@@ -22,13 +22,18 @@ def write_servable(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     for part in ("config.json", "model.safetensors"):
         shutil.copy(FOLDER / name / part, folder / part)
-    vocab = {char: byte for char, byte in BYTE_ALPHABET.items() if byte < REFERENCE_VOCAB}
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Adds a byte-level tokenizer of ASCII, each id the byte's value, to a model's folder."""
+    vocab = {char: byte for char, byte in BYTE_ALPHABET.items() if byte < NUM_ASCII}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Runs LLMs over emulated devices in a process of its own, as their number is fixed once jax has
 started: jobs come as JSON on stdin, what became of each goes as JSON to stdout.
 
-A job is {"settings": LLM's, "batches": [[prompt ids, ...], ...], "sampling": SamplingParams'}.
+A job is {"settings": LLM's, "calls": [{"prompts": [ids, ...], "sampling": SamplingParams'}, ...]}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run_jobs(jobs: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-    """Returns per job {"error": text}, or {"batches": [[output, ...], ...], "shards": ...}.
+    """Returns per job {"error": text}, or {"calls": [[output, ...], ...], "shards": ...}.
 
     An output is {"token_ids", "top"}: per token the [id, log-probability] pairs, where asked for.
     """
@@ -43,9 +43,11 @@ def _run_job(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     with llm:
         shards = _shards(llm)
-        sampling = SamplingParams(**job["sampling"])
-        batches = [_outputs(llm.generate(prompts, sampling)) for prompts in job["batches"]]
-    return {"batches": batches, "shards": shards}
+        calls = [
+            _outputs(llm.generate(call["prompts"], SamplingParams(**call["sampling"])))
+            for call in job["calls"]
+        ]
+    return {"calls": calls, "shards": shards}
 
 
 def _outputs(results: list[Any]) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def test_logits_of_every_position_are_those_of_transformers(name, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*REPRESENTATIVE, *WINDOWED}))
 def test_larger_pages_give_the_same_logits(name, chunk):
     check_all_positions(name, chunk, page_size=16)
 
@@ -70,7 +70,7 @@ def test_larger_pages_give_the_same_logits(name, chunk):
 @pytest.mark.parametrize("loop", ["unrolled", "scanned"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loop_over_layers_gives_the_same_logits(name, loop):
-    for chunk in (1, 7, MAX_TOKENS):
+    for chunk in (1, 7):  # one program each
         check_all_positions(name, chunk, loop=loop)
 
 

@@ -130,9 +130,9 @@ def test_short_prompts_together_cold_and_warm(real):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_each_prompt_alone(real, chunk):
-    cached = check_alone(real.arranged(chunk, enable_prefix_cache=False), real.cases)
+def test_each_prompt_alone_in_small_chunks(real):
+    """Whole prompts, alone and from a warm cache, are in the test of the plain loop."""
+    cached = check_alone(real.arranged(16, enable_prefix_cache=False), real.cases)
     assert cached == [0] * len(cached)
 
 
@@ -152,10 +152,12 @@ def test_twelve_at_once_without_overlap_and_each_alone_from_a_warm_cache(real):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("enable_prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "enable_prefix_cache"), [(True, True), (False, False)], ids=["both", "neither"]
+)
 def test_the_same_tokens_after_preemptions(real, overlap, enable_prefix_cache):
-    """The longest prompt grows past what the pool holds beside the others: they lose pages."""
+    """With and without overlap and prefix cache. The pool holds little beside the longest prompt,
+    so that as all grow some lose their pages."""
     longest = max(len(case["prompt_ids"]) for case in real.cases) + NUM_TOKENS
     num_usable = -(-longest // PAGE_SIZE) + 24
     llm = real.arranged(
@@ -178,11 +180,9 @@ def test_two_devices_give_the_same_tokens(real):
     what every other test here runs on."""
     parallel = {"tensor_parallel_size": 2, "emulated_cpu_devices": 2}
     settings = {"model": str(real.file), **SETTINGS, "max_num_batched_tokens": 64, **parallel}
-    prompts = [case["prompt_ids"] for case in real.cases]
-    [answer] = run_jobs(
-        [{"settings": settings, "batches": [prompts], "sampling": SAMPLING}], timeout_s=600
-    )
-    [outputs] = answer["batches"]
+    call = {"prompts": [case["prompt_ids"] for case in real.cases], "sampling": SAMPLING}
+    [answer] = run_jobs([{"settings": settings, "calls": [call]}], timeout_s=900)
+    [outputs] = answer["calls"]
     for case, output in zip(real.cases, outputs, strict=True):
         check(case, output["token_ids"], output["top"])
     pool = answer["shards"]["kv_pool"]
