@@ -37,7 +37,7 @@ from jserve.runner.step import StepOptions, StepState
 from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
-from pallas_kernels.dispatch import backend_for
+from pallas_kernels.dispatch import Backend, backend_for
 from scheduler.bucket import make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
@@ -86,7 +86,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     _log_memory(params, state, limits)
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-    backend = backend_for(platform, config.runner.attention_backend)
+    backend = _backend(platform, config.runner.attention_backend)
     options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
     steps = compile_steps(options, buckets, params, state)
     scheduler = Scheduler(limits)
@@ -140,6 +140,13 @@ def _input_processor(
         ),
         scheduler.why_too_large,
     )
+
+
+def _backend(platform: str, requested: str) -> Backend:
+    try:
+        return backend_for(platform, requested)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}") from error
 
 
 def _dtype(name: str, platform: str) -> jnp.dtype:

@@ -14,9 +14,6 @@ class Bucket(NamedTuple):
 
 
 FEW_ROWS = 4
-# XLA on CPUs turns a product with one column into one that lays out the weights anew at each call:
-# on a model of 135 M parameters a decode step of 1 row took 1750 ms, one of 2 or of 4 rows 45 ms.
-LEAST_ROWS = 2
 
 
 def _doubling(low: int, high: int) -> list[int]:
@@ -32,15 +29,13 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]
     """Returns every shape, cheapest first within each kind: few, as each costs start-up time and
     memory.
 
-    Decode: 4, 8, 16, ... rows (fewer cost the same). Mixed: 32, 64, 128, ... tokens, the smallest
-    with few rows, as for a short prompt alone the LM head's rows would weigh most.
+    Decode: 1 row, then 4, 8, 16, ... (2 rows cost what 4 do). Mixed: 32, 64, 128, ... tokens, the
+    smallest with few rows, as for a short prompt alone the LM head's rows would weigh most.
     """
-    max_rows = max(LEAST_ROWS, max_num_seqs)
-    max_tokens = max(max_rows, max_num_batched_tokens)
-    few_rows = min(FEW_ROWS, max_rows)
-    decode = [Bucket(n, n, True) for n in _doubling(few_rows, max_rows)]
-    sizes = _doubling(min(32, max_tokens), max_tokens)
-    mixed = [Bucket(size, max_rows, False) for size in sizes[1:] or sizes]
+    few_rows = min(FEW_ROWS, max_num_seqs)
+    decode = [Bucket(n, n, True) for n in sorted({1, *_doubling(few_rows, max_num_seqs)})]
+    sizes = _doubling(min(32, max_num_batched_tokens), max_num_batched_tokens)
+    mixed = [Bucket(size, max_num_seqs, False) for size in sizes[1:] or sizes]
     return decode + list(dict.fromkeys([Bucket(sizes[0], few_rows, False), *mixed]))
 
 

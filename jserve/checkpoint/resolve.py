@@ -27,7 +27,7 @@ def open_checkpoint(model: str, cache_dir: str) -> Checkpoint:
         a damaged file.
     """
     if model in KNOWN_MODELS:
-        return open_gguf(fetch_known(model, Path(cache_dir)))
+        return open_gguf(fetch_known(model, Path(cache_dir).expanduser()))
     path = Path(model).expanduser()
     if path.is_dir():
         return _open_folder(path)
@@ -36,7 +36,7 @@ def open_checkpoint(model: str, cache_dir: str) -> Checkpoint:
             raise CheckpointError(f"{path}: is not a .gguf file; use {_ACCEPTED}")
         return open_gguf(path)
     if _HUB_NAME.fullmatch(model):
-        return open_safetensors(_fetch_from_hub(model, Path(cache_dir)))
+        return open_safetensors(_fetch_from_hub(model, Path(cache_dir).expanduser()))
     raise CheckpointError(f"there is no model {model!r}; use {_ACCEPTED}")
 
 
