@@ -45,7 +45,7 @@ HELP: dict[str, dict[str, str]] = {
     },
     "runner": {
         "attention_backend": "xla, mosaic_tpu, mosaic_gpu, or auto: what suits the platform.",
-        "layer_loop": "switched, unrolled, scanned, or auto: in that order the CPU's, GPU's, TPU's.",
+        "layer_loop": "switched, unrolled, scanned, or auto: those of CPU, GPU and TPU.",
         "enable_compilation_cache": "Keep compiled programs in --cache_dir for the next start.",
     },
     "server": {
