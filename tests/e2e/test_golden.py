@@ -8,6 +8,7 @@ a warning says where.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from jserve.build import build_engine
 from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
+from jserve.offline import CompletionOutput, RequestDriver
 from jserve.sampling_params import SamplingParams
 from tests.conftest import golden
 from tests.e2e.conftest import rearranged
@@ -92,18 +94,25 @@ def check(case: dict, token_ids: Sequence[int], top: Sequence[Sequence[tuple[int
                 assert abs(min(found.values()) - logprob) < LOGPROB_TOLERANCE, place
 
 
+def check_completion(case: dict, completion: CompletionOutput) -> None:
+    check(case, completion.token_ids, [entry.top for entry in completion.logprobs or ()])
+    assert completion.finish_reason == "length"
+
+
 def check_together(llm: LLM, cases: list[dict]) -> list[int]:
     """Runs cases at once; returns how many tokens of each were found in the prefix cache."""
     outputs = llm.generate([case["prompt_ids"] for case in cases], SamplingParams(**SAMPLING))
     for case, output in zip(cases, outputs, strict=True):
-        completion = output.outputs[0]
-        check(case, completion.token_ids, [entry.top for entry in completion.logprobs])
-        assert completion.finish_reason == "length"
+        check_completion(case, output.outputs[0])
     return [output.num_cached_tokens for output in outputs]
 
 
 def check_alone(llm: LLM, cases: list[dict]) -> list[int]:
     return [cached for case in cases for cached in check_together(llm, [case])]
+
+
+def pages_for(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
 
 
 def whole_pages_before_last(case: dict) -> int:
@@ -156,22 +165,43 @@ def test_twelve_at_once_without_overlap_and_each_alone_from_a_warm_cache(real):
     ("overlap", "enable_prefix_cache"), [(True, True), (False, False)], ids=["both", "neither"]
 )
 def test_the_same_tokens_after_preemptions(real, overlap, enable_prefix_cache):
-    """With and without overlap and prefix cache. The pool holds little beside the longest prompt,
-    so that as all grow some lose their pages."""
-    longest = max(len(case["prompt_ids"]) for case in real.cases) + NUM_TOKENS
-    num_usable = -(-longest // PAGE_SIZE) + 24
+    """With and without overlap and prefix cache. The pool holds the prompts that start, not what
+    they grow to; the longest prompt, as the least urgent request, has to make room for the rest."""
+    num_prompt_pages = sum(pages_for(len(case["prompt_ids"])) for case in real.cases)
     llm = real.arranged(
         64,
         overlap=overlap,
         enable_prefix_cache=enable_prefix_cache,
-        num_pages=num_usable + 1,
+        num_pages=num_prompt_pages + len(real.cases) + 2,
     )
-    check_together(llm, real.cases)
-    engine = llm._engine
-    assert engine.scheduler.num_preemptions > 0
+    engine, mailbox = llm._engine, deque()
+    driver = RequestDriver(engine)
+    for index, case in enumerate(real.cases):
+        message = GenerateRequest(
+            prompt_token_ids=case["prompt_ids"],
+            sampling=SamplingParams(**SAMPLING),
+            request_id=case["name"],
+            priority=int(len(case["prompt_ids"]) > LONG),
+        )
+        driver.add(message, index, mailbox)
+    victims = set()
+    while driver.num_live:
+        driver.step()
+        victims |= {r.request_id for r in engine.scheduler.waiting if r.num_preemptions}
+    for index, output in mailbox:
+        check_completion(real.cases[index], output.outputs[0])
+    assert {case["name"] for case in real.cases if len(case["prompt_ids"]) > LONG} <= victims
     counted = engine.metrics.registry.get_sample_value("jserve_preemptions_total")
-    assert counted == engine.scheduler.num_preemptions
+    assert counted == engine.scheduler.num_preemptions > 0
     engine.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+def test_short_prompts_give_the_same_tokens_after_preempting_each_other(real):
+    cases = [case for case in real.cases if len(case["prompt_ids"]) < LONG]
+    llm = real.arranged(64, enable_prefix_cache=False, num_pages=32)
+    check_together(llm, cases)
+    assert llm._engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow
