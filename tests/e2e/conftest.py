@@ -62,7 +62,8 @@ def rearranged(built, *, overlap: bool = True, **limits):
 
     base = built.scheduler.config
     config = dataclasses.replace(base, **limits)
-    assert all(getattr(config, name) <= getattr(base, name) for name in limits)
+    for name, limit in limits.items():
+        assert limit <= getattr(base, name), f"{name}={limit} is more than {getattr(base, name)}"
     engine = Engine(
         processor=built.processor,
         scheduler=Scheduler(config),

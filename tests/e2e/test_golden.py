@@ -36,6 +36,7 @@ SETTINGS = {
     "max_model_len": 2048,
     "max_num_seqs": 12,
     "max_num_batched_tokens": 512,
+    "prefill_chunk": 512,
     "page_size": PAGE_SIZE,
     "kv_memory_bytes": 256 * 2**20,
     "dtype": "float32",
