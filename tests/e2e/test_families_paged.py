@@ -17,9 +17,10 @@ from tests.models.reference import NAMES, reference_model
 
 TOLERANCE = 1e-4
 CHUNKS = [1, 7, 16, MAX_TOKENS]
-# at the default page size these five cover all that a family can change in the step
+# these five cover all that a family can change in the step
 REPRESENTATIVE = ("llama", "mistral_window", "qwen3", "gemma2", "gemma3")
 WINDOWED = [n for n in NAMES if any(reference_model(n).config.sliding_windows)]
+OF_EACH_KIND = sorted({*REPRESENTATIVE, *WINDOWED})
 
 reference_model = cache(reference_model)
 
@@ -61,15 +62,16 @@ def test_logits_of_every_position_are_those_of_transformers(name, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 16])
-@pytest.mark.parametrize("name", sorted({*REPRESENTATIVE, *WINDOWED}))
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_larger_pages_give_the_same_logits(name, chunk):
     check_all_positions(name, chunk, page_size=16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["unrolled", "scanned"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_every_loop_over_layers_gives_the_same_logits(name, loop):
+    """The rest of the models meet these loops, without pages, in tests/models/test_decoder.py."""
     for chunk in (1, 7):  # one program each
         check_all_positions(name, chunk, loop=loop)
 

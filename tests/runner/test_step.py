@@ -142,12 +142,12 @@ def test_the_pool_is_donated_and_updated_in_place(compiled):
 
 @pytest.mark.parametrize("loop", ["switched", "unrolled"])
 def test_no_bucket_of_one_sequence_copies_the_weights(loop):
-    """XLA on a CPU lays out whole weights anew in a product with one column: see make_buckets."""
+    """XLA on a CPU once laid out all weights anew in each step of one row: 1750 ms, not 22."""
     base = reference_model("llama").config
     config = replace(base, hidden_size=256, intermediate_size=1024, vocab_size=4096)
     params = nn.unbox(init_params(config, head_layout(config), jax.random.key(0)))
     options = StepOptions(config, make_mesh(1), Backend.XLA, loop, LIMITS.max_pages_per_seq)
-    steps = compile_steps(options, make_buckets(1, 1), params, state_of(config))
+    steps = compile_steps(options, make_buckets(1, 32), params, state_of(config))
     one_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"][0]))
     assert one_layer > 3 * 2**20
     for bucket, step in steps.items():
