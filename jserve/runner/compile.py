@@ -6,7 +6,6 @@ Knows buckets and executables, not requests.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import gc
 import logging
 import time
@@ -93,7 +92,7 @@ def give_back_memory() -> None:
     """Returns what compiling used and freed to the system, which glibc would keep: hundreds of
     megabytes. Elsewhere it does nothing."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
