@@ -61,7 +61,7 @@ def build_engine(config: EngineConfig) -> Engine:
     begin = time.perf_counter()
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
-    model = model_config_from_hf(checkpoint.config, checkpoint.generation_config)
+    model = _model_config(checkpoint)
     # Dynamic rope scales with the longest length that is served.
     model = replace(model, max_position=_max_model_len(config, model))
     tokenizer = _tokenizer_of(checkpoint)
@@ -113,9 +113,30 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def _set_up_jax(config: EngineConfig) -> None:
     if config.parallel.emulated_cpu_devices:
-        jax.config.update("jax_num_cpu_devices", config.parallel.emulated_cpu_devices)
+        try:
+            jax.config.update("jax_num_cpu_devices", config.parallel.emulated_cpu_devices)
+        except RuntimeError as error:
+            raise ConfigError(
+                "emulated_cpu_devices must be set before this process uses jax; start a new one"
+            ) from error
     if config.runner.enable_compilation_cache:
-        enable_compilation_cache(Path(config.model.cache_dir).expanduser() / "compiled")
+        folder = Path(config.model.cache_dir).expanduser() / "compiled"
+        try:
+            enable_compilation_cache(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep compiled programs in {folder} ({error.strerror}); choose another "
+                "--cache_dir, or --noenable_compilation_cache"
+            ) from error
+
+
+def _model_config(checkpoint: Checkpoint) -> ModelConfig:
+    try:
+        return model_config_from_hf(checkpoint.config, checkpoint.generation_config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.source}: the config has a value of the wrong kind: {error}"
+        ) from error
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from jserve.errors import ConfigError
 
+MAX_PORT = 65_535
 DEFAULT_CACHE_DIR = str(Path.home() / ".cache" / "jserve")
 
 
@@ -71,6 +72,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         s, c = self.scheduler, self.cache
+        for section in (self.model, c, s, self.parallel, self.runner, self.server):
+            for setting in fields(section):
+                value = getattr(section, setting.name)
+                if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+                    raise ConfigError(f"{setting.name}={value} must be a finite number, 0 or more")
+        for name in ("port", "metrics_port"):
+            if getattr(self.server, name) > MAX_PORT:
+                raise ConfigError(f"{name}={getattr(self.server, name)} is above {MAX_PORT}")
         if s.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs={s.max_num_seqs} must be at least 1")
         if s.max_num_batched_tokens < s.max_num_seqs:

@@ -65,7 +65,8 @@ class LLM:
         from jserve.build import build_engine  # jax comes in here, not with `import jserve`
 
         config = engine_config(**flags)
-        self._open(build_engine(config), config.scheduler.max_queued_requests)
+        limits = config.scheduler
+        self._open(build_engine(config), limits.max_queued_requests + limits.max_num_seqs)
 
     @classmethod
     def from_engine(cls, engine: Any, max_in_flight: int = 1024) -> LLM:

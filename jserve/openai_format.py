@@ -68,8 +68,10 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerateRequest:
     sampling = {name: fields.pop(name) for name in SAMPLING_FIELDS if name in fields}
     sampling["logprobs"] = _take_logprobs(fields, chat)
     if chat:
+        newer = fields.pop("max_completion_tokens", None)
+        if newer is not None and sampling.setdefault("max_tokens", newer) != newer:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them")
         sampling.setdefault("max_tokens", None)
-        sampling["max_tokens"] = fields.pop("max_completion_tokens", sampling["max_tokens"])
     request = {name: _typed(name, fields.pop(name)) for name in REQUEST_FIELDS if name in fields}
     if fields:
         names = ", ".join(sorted(map(repr, fields)))
@@ -103,11 +105,13 @@ def _take_logprobs(fields: dict[str, Any], chat: bool) -> int | None:
     if not chat:
         return wanted
     top = fields.pop("top_logprobs", None)
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise InvalidRequest(f"logprobs={wanted!r} is not true or false")
     if top is not None and not wanted:
         raise InvalidRequest("top_logprobs needs logprobs=true")
-    return (top or 0) if wanted else None
+    if not wanted:
+        return None
+    return 0 if top is None else top
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -25,6 +25,9 @@ class WaitingQueue:
         return iter(self._live)
 
     def push(self, request: Request) -> None:
+        if len(self._heap) > 2 * len(self._live) + 16:  # let go of what was removed
+            self._heap = [entry for entry in self._heap if entry[3] in self._live]
+            heapq.heapify(self._heap)
         self._live.add(request)
         entry = (request.priority, request.arrival_time, next(self._sequence), request)
         heapq.heappush(self._heap, entry)

@@ -29,7 +29,8 @@ class PrefixCache:
 
     The cache holds one reference of its own on every page in it. A cached page that nobody else
     uses is evictable and sits in `_lru`. Requests release their pages last page first, so leaves
-    precede their parents there and are evicted before them.
+    precede their parents there and are evicted before them. (A page may outlive a parent that was
+    another request's; it is then out of reach until it is evicted.)
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:

@@ -81,6 +81,7 @@ class Scheduler:
         assert not self.why_too_large(total), self.why_too_large(total)
         self.waiting.push(request)
         if request.deadline is not None:
+            self._forget_finished_deadlines()
             entry = (request.deadline, next(self._sequence), request)
             heapq.heappush(self._deadlines, entry)
 
@@ -95,6 +96,12 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+
+    def _forget_finished_deadlines(self) -> None:
+        """Lets go of ended requests whose deadline is far, before they outnumber the live ones."""
+        if len(self._deadlines) > 2 * (len(self.running) + len(self.waiting)) + 16:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
 
     def expire(self, now: float) -> list[Request]:
         """Ends and returns the requests whose deadline has passed."""

@@ -134,6 +134,13 @@ def _config(file: GgufFile, arch: str) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
     width, heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length", get("rope.dimension_count", width // heads))
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise CheckpointError(
+            f"{file.path}: {arch}.rope.dimension_count is not the head size {head_dim}: rotating "
+            "a part of a head is not supported"
+        )
+    if get("rope.scale_linear", 1.0) != 1.0:
+        raise CheckpointError(f"{file.path}: {arch}.rope.scale_linear is not supported")
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],

@@ -16,6 +16,7 @@ from jserve.engine.input_processor import PreparedRequest
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import EngineDead
 from jserve.messages import GenerateRequest, RequestUpdate
+from scheduler.request import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """Ends the request, now; harmless after its end."""
-        self._engine.abort(self.request_id)
+        self._engine.abort(self)
 
     def put(self, update: RequestUpdate) -> None:
         self._updates.put_nowait(update)
@@ -98,10 +99,12 @@ class AsyncEngine:
         self._send(_New(prepared, stream))
         return stream
 
-    def abort(self, request_id: str) -> None:
-        """Ends a live request; its stream gets no more updates."""
-        if self._streams.pop(request_id, None) is not None:
-            self._send(request_id)
+    def abort(self, stream: RequestStream) -> None:
+        """Ends a live request; its stream gets no more updates. By the stream and not by its id,
+        which another request may have taken over."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._send(stream.request_id)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits for the live ones, ends those left after `timeout_s` with
@@ -113,7 +116,8 @@ class AsyncEngine:
         self._fail_all(EngineDead("the server shut down before the request ended"))
         self._stopping = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():  # polled: a join in a thread could not be given up
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     def _check_open(self) -> None:
         if self._closed_because:
@@ -142,6 +146,7 @@ class AsyncEngine:
             log.exception("the engine failed")
             self._closed_because = f"the engine failed: {error!r:.200}"
             self._call_in_loop(self._fail_all, EngineDead(self._closed_because))
+            self._engine.close(FinishReason.ERROR)
 
     def _take_inbox(self) -> None:
         self._wake.clear()  # before looking: what comes after sets it again
@@ -178,5 +183,5 @@ class AsyncEngine:
 
     def _fail_all(self, error: Exception) -> None:
         for request_id, stream in list(self._streams.items()):
-            self.abort(request_id)
+            self.abort(stream)
             stream.put(RequestUpdate(request_id=request_id, finish_reason="error", error=error))

@@ -125,18 +125,18 @@ class Engine:
         self._live[prepared.request.request_id] = _Live(prepared)
         self.scheduler.add(prepared.request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request wherever it is; unknown and finished ids are ignored. No update comes."""
         live = self._live.get(request_id)
         if live is not None:
-            self.scheduler.finish(live.prepared.request, FinishReason.ABORT)
-            self._retire(live, FinishReason.ABORT, self._clock())
+            self.scheduler.finish(live.prepared.request, reason)
+            self._retire(live, reason, self._clock())
             self._show_state()
 
-    def close(self) -> None:
+    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends all requests and lets go of the runner and its device memory."""
         for request_id in list(self._live):
-            self.abort(request_id)
+            self.abort(request_id, reason)
         self._in_flight.clear()
         self._runner = _Closed()
 
@@ -223,7 +223,12 @@ class Engine:
             live.first_token_time = now
             started = request.first_scheduled_time
             assert started is not None, f"{request.request_id} has a token but never ran"
-            self.metrics.on_first_token(started - request.arrival_time, now - request.arrival_time)
+            self.metrics.on_first_token(
+                started - request.arrival_time,
+                now - request.arrival_time,
+                request.num_prompt_tokens,
+                request.num_cached_tokens,
+            )
         else:
             self.metrics.on_token_gap(now - live.last_token_time)
         live.last_token_time = now
@@ -281,13 +286,7 @@ class Engine:
     def _retire(self, live: _Live, reason: FinishReason, now: float) -> None:
         request = live.prepared.request
         del self._live[request.request_id]
-        self.metrics.on_finish(
-            reason_name(reason),
-            request.num_prompt_tokens,
-            live.num_tokens,
-            request.num_cached_tokens,
-            now - request.arrival_time,
-        )
+        self.metrics.on_finish(reason_name(reason), now - request.arrival_time)
 
     def _show_state(self) -> None:
         self.metrics.set_gauges(**self.stats(), overlap_active=self._depth > 0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -145,6 +145,7 @@ class InputProcessor:
                 "give exactly one of prompt, prompt_token_ids and messages"
             )
         if message.messages is not None:
+            _check_message_fields(message.messages)
             ids = encode_chat(self.tokenizer, self._chat_template, message.messages)
         elif message.prompt is not None:
             if not isinstance(message.prompt, str):
@@ -207,6 +208,17 @@ class InputProcessor:
         if why:
             raise InvalidRequest(f"the request can never run: {why}")
         return asked
+
+
+def _check_message_fields(messages: Any) -> None:
+    """Refuses what a template might or might not read; shapes are checked by `encode_chat`."""
+    for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
+        extra = set(message) - {"role", "content"} if isinstance(message, Mapping) else ()
+        if extra:
+            raise InvalidRequest(
+                f"messages[{index}] has unsupported fields: {', '.join(sorted(map(str, extra)))}; "
+                "use role and content"
+            )
 
 
 def _seed32(seed: int | None) -> int:

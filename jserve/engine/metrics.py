@@ -42,8 +42,10 @@ class EngineMetrics:
         self._itl = self._latency("inter_token_latency", "Between output tokens of one request.")
         self._e2e = self._latency("e2e_latency", "From arrival to the end of the request.")
         self._queue = self._latency("queue_time", "From arrival to the first step.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._output_tokens = self._counter("output_tokens", "Output tokens of finished requests.")
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of answered requests."
+        )
+        self._output_tokens = self._counter("output_tokens", "Output tokens.")
         finished = self._counter("requests_finished", "Requests that ended.", ["reason"])
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
         self._running = self._gauge("requests_running", "Requests that hold a slot.")
@@ -61,7 +63,7 @@ class EngineMetrics:
             "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
         )
         self._cache_queries = self._counter(
-            "prefix_cache_query_tokens", "Prompt tokens of finished requests: hits are a share."
+            "prefix_cache_query_tokens", "Prompt tokens: hits are a share."
         )
         self._preemptions = self._counter("preemptions", "Requests put back into the queue.")
 
@@ -91,23 +93,26 @@ class EngineMetrics:
             "overlap_active", "1 while a step is scheduled as the one before it runs."
         )
 
-    def on_first_token(self, queue_s: float, ttft_s: float) -> None:
+    def on_first_token(
+        self, queue_s: float, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """Counts a request's prompt, once it is computed, and its first output token.
+        `cached_tokens` are those that its first admission found in the prefix cache."""
         self._queue.observe(queue_s)
         self._ttft.observe(ttft_s)
-
-    def on_token_gap(self, itl_s: float) -> None:
-        self._itl.observe(itl_s)
-
-    def on_finish(
-        self, reason: str, prompt_tokens: int, output_tokens: int, cached_tokens: int, e2e_s: float
-    ) -> None:
-        """Counts an ended request, once. `reason` is one of FINISH_REASONS; `cached_tokens` are
-        those of the prompt that its first admission found in the prefix cache."""
-        self._finished[reason].inc()
         self._prompt_tokens.inc(prompt_tokens)
-        self._output_tokens.inc(output_tokens)
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(cached_tokens)
+        self._output_tokens.inc()
+
+    def on_token_gap(self, itl_s: float) -> None:
+        """Counts an output token that is not a request's first."""
+        self._itl.observe(itl_s)
+        self._output_tokens.inc()
+
+    def on_finish(self, reason: str, e2e_s: float) -> None:
+        """Counts an ended request, once. `reason` is one of FINISH_REASONS."""
+        self._finished[reason].inc()
         self._e2e.observe(e2e_s)
 
     def on_preemption(self, count: int = 1) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,11 +37,14 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 def on_each_compilation(callback: Callable[[], None]) -> None:
-    """Calls `callback` whenever this process compiles, or loads from the cache, any program."""
+    """Calls the method `callback` whenever this process compiles, or loads from the cache, any
+    program, for as long as the method's object lives."""
+    reference = weakref.WeakMethod(callback)
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILE_EVENT:
-            callback()
+        live = reference() if event == _COMPILE_EVENT else None
+        if live is not None:
+            live()
 
     jax.monitoring.register_event_duration_secs_listener(listen)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,26 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_available_bytes(), _cgroup_headroom())
+
+
+def _available_bytes() -> int:
+    """What the machine can hand out, its page cache included where the system says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_headroom() -> int:
+    """What a container's memory limit (cgroup v2) leaves; without one, as good as no limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{x}").read_text().strip() for x in ("max", "current"))
+    except OSError:
+        return 2**62
+    return 2**62 if limit == "max" else max(0, int(limit) - int(used))
 
 
 def choose_num_pages(

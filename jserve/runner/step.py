@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import LayerLoop, decoder_apply, logits
-from jserve.runner.mesh import MODEL_AXIS
+from jserve.runner.mesh import MODEL_AXIS, pool_sharding
 from jserve.runner.sampling import Sampled, sample
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
@@ -114,7 +114,7 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
 
     if mesh.size > 1:
         heads = PartitionSpec(None, MODEL_AXIS, None)
-        pool = PartitionSpec(None, None, None, MODEL_AXIS, None)
+        pool = pool_sharding(mesh).spec
         whole = PartitionSpec()
         attention = jax.shard_map(
             attention,

@@ -236,7 +236,10 @@ def _token_strings(config: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text("utf-8")
+        try:
+            return file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read as text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         entries = [entry for entry in template if isinstance(entry, dict)]

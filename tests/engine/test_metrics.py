@@ -59,9 +59,9 @@ def test_every_metric_is_there_from_the_start_at_zero(metrics):
 
 
 def test_a_request_is_counted_once_by_its_reason_with_its_tokens_and_times(metrics):
-    metrics.on_first_token(queue_s=0.25, ttft_s=0.5)
+    metrics.on_first_token(queue_s=0.25, ttft_s=0.5, prompt_tokens=9, cached_tokens=8)
     metrics.on_token_gap(0.125)
-    metrics.on_finish("stop", prompt_tokens=9, output_tokens=2, cached_tokens=8, e2e_s=0.625)
+    metrics.on_finish("stop", e2e_s=0.625)
     assert value(metrics, "queue_time_seconds_sum") == 0.25
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "inter_token_latency_seconds_sum") == 0.125
@@ -78,7 +78,7 @@ def test_a_request_is_counted_once_by_its_reason_with_its_tokens_and_times(metri
 
 def test_an_unknown_finish_reason_is_no_new_series(metrics):
     with pytest.raises(KeyError):
-        metrics.on_finish("tired", 1, 1, 0, 1.0)
+        metrics.on_finish("tired", 1.0)
 
 
 def test_a_step_records_each_phase_and_both_kinds_of_tokens(metrics):
