@@ -165,6 +165,32 @@ async def test_O50_a_request_that_takes_an_aborted_ones_id_gets_none_of_its_toke
         assert updates[0].prompt_token_ids == tuple(again.prompt_token_ids)
 
 
+async def test_O50_a_late_abort_leaves_the_request_alone_that_took_the_id_since():
+    """The first one has ended in the engine, though its client has not read it to the end."""
+    t = tiny()
+    second = asking("same", [30, 40, 50], 6)
+    async with running(t) as (front, gate):
+        old = await front.submit(asking("same", [1, 2], 1))
+        gate.open()
+        await read(old)
+        new = await front.submit(second)
+        old.abort()
+        assert ids(await read(new)) == answer(second)
+
+
+async def test_draining_gives_up_on_a_device_that_does_not_answer():
+    t = tiny()
+    async with running(t) as (front, gate):
+        await front.submit(asking("r", [1], 5))
+        await at_gate(gate)
+        before = set(threading.enumerate())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await front.drain(0)
+        fresh = set(threading.enumerate()) - before
+        assert not fresh, "a thread that waits for the device would keep the process"
+
+
 async def test_a_failure_of_the_device_ends_every_stream_and_refuses_new_requests():
     t = tiny(fail_at=3, max_num_seqs=2)
     async with running(t) as (front, gate):
@@ -178,6 +204,8 @@ async def test_a_failure_of_the_device_ends_every_stream_and_refuses_new_request
         assert not front.is_ready
         with pytest.raises(EngineDead, match=r"the device is lost.*another server"):
             await front.submit(asking("r9", [1], 3))
+    assert t.value("requests_finished_total", reason="error") == 4
+    t.assert_idle()
 
 
 async def test_draining_lets_live_requests_finish_and_refuses_new_ones():

@@ -112,6 +112,13 @@ def test_O20_an_empty_chat_is_refused():
     refused("messages", prompt_token_ids=None, messages=[])
 
 
+def test_message_fields_that_a_template_might_ignore_are_refused_by_name():
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "x", "audio": [[]]}]
+    refused(
+        r"messages\[1\] has unsupported fields: audio", prompt_token_ids=None, messages=messages
+    )
+
+
 def test_exactly_one_input_is_given():
     refused("no prompt given; give exactly one", prompt_token_ids=None)
     refused("prompt and prompt_token_ids given", prompt="x")

@@ -61,3 +61,13 @@ def test_a_request_can_leave_and_come_back():
         assert queue.peek() is only
         queue.remove(only)
         assert queue.peek() is None
+
+
+def test_removed_requests_are_let_go_behind_a_first_one_that_stays():
+    queue = WaitingQueue()
+    queue.push(request("first", 0.0))
+    for i in range(1000):
+        gone = request(f"r{i}", 1.0 + i)
+        queue.push(gone)
+        queue.remove(gone)
+    assert len(queue._heap) < 50

@@ -299,3 +299,11 @@ def test_live_tokens_are_those_in_pages():
     assert s.num_live_tokens == 8
     turn(s)
     assert s.num_live_tokens == 11
+
+
+def test_ended_requests_are_let_go_long_before_their_deadline():
+    s = make()
+    for i in range(500):
+        request = add(s, f"r{i}", 2, 1, deadline=1e9)
+        s.finish(request, FinishReason.ABORT)
+    assert len(s._deadlines) < 50

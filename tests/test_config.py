@@ -1,0 +1,38 @@
+"""Settings that contradict each other or make no sense are refused by name, before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from jserve.config import (
+    CacheSettings,
+    EngineConfig,
+    ModelSettings,
+    SchedulerSettings,
+    ServerSettings,
+)
+from jserve.errors import ConfigError
+
+BAD = [
+    ("max_num_seqs", {"scheduler": SchedulerSettings(max_num_seqs=0)}),
+    ("max_num_batched_tokens", {"scheduler": SchedulerSettings(max_num_batched_tokens=8)}),
+    ("prefill_chunk", {"scheduler": SchedulerSettings(prefill_chunk=0)}),
+    ("max_queued_requests", {"scheduler": SchedulerSettings(max_queued_requests=-5)}),
+    ("kv_memory_bytes", {"cache": CacheSettings(kv_memory_bytes=-1)}),
+    ("kv_memory_fraction", {"cache": CacheSettings(kv_memory_fraction=1.0)}),
+    ("page_size", {"cache": CacheSettings(page_size=24)}),
+    ("dtype", {"model": ModelSettings(dtype="float16")}),
+    ("port", {"server": ServerSettings(port=70_000)}),
+    ("metrics_port", {"server": ServerSettings(metrics_port=-1)}),
+    ("drain_timeout_s", {"server": ServerSettings(drain_timeout_s=float("nan"))}),
+]
+
+
+@pytest.mark.parametrize(("name", "sections"), BAD, ids=[name for name, _ in BAD])
+def test_a_bad_setting_is_refused_by_name(name, sections):
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**sections)
+
+
+def test_the_defaults_are_good():
+    EngineConfig()
