@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         checkpoint = open_checkpoint(values.model, values.cache_dir)
         write_orbax(checkpoint, Path(values.output), values.dtype)
-    except JserveError as error:
+    except (JserveError, OSError) as error:
         print(f"jserve-convert: {error}", file=sys.stderr)
         return 1
     print(f"wrote {values.output} from {checkpoint.kind} {checkpoint.source} in {values.dtype}")

@@ -89,7 +89,6 @@ def open_gguf(path: Path) -> Checkpoint:
         generation_config={"eos_token_id": [i for i in dict.fromkeys(eos) if i is not None]},
         entries=entries,
         gguf_metadata=metadata,
-        chat_template=metadata.get("tokenizer.chat_template"),
     )
 
 

@@ -31,7 +31,7 @@ from jserve.checkpoint.mapping import (
     layer_tensors,
     load_params,
 )
-from jserve.checkpoint.source import Checkpoint, Tensor, chat_template_of, read_json
+from jserve.checkpoint.source import Checkpoint, Tensor, read_json
 from jserve.errors import CheckpointError
 from jserve.models.config import ModelConfig
 from jserve.models.families import model_config_from_hf
@@ -122,7 +122,6 @@ def open_orbax(folder: Path) -> Checkpoint:
     _check_shapes(folder, config)
     metadata_file, tokenizer = folder / GGUF_METADATA_FILE, folder / TOKENIZER_FOLDER
     metadata = read_json(metadata_file) if metadata_file.is_file() else None
-    template = metadata.get("tokenizer.chat_template") if metadata else chat_template_of(tokenizer)
     return Checkpoint(
         kind="orbax",
         source=folder,
@@ -131,7 +130,6 @@ def open_orbax(folder: Path) -> Checkpoint:
         entries=_entries(folder, config),
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
         gguf_metadata=metadata,
-        chat_template=template,
         restore=partial(restore_params, folder),
     )
 

@@ -20,7 +20,6 @@ import numpy as np
 from jserve.checkpoint.source import (
     Checkpoint,
     Tensor,
-    chat_template_of,
     read_json,
     read_json_if_present,
 )
@@ -64,7 +63,6 @@ def open_safetensors(folder: Path) -> Checkpoint:
         generation_config=read_json_if_present(folder / "generation_config.json"),
         entries=entries,
         tokenizer_folder=folder,
-        chat_template=chat_template_of(folder),
     )
 
 

@@ -48,7 +48,6 @@ class Checkpoint:
       entries: tensors by Hugging Face name ("model.layers.0.self_attn.q_proj.weight").
       tokenizer_folder: folder with Hugging Face tokenizer files, or None.
       gguf_metadata: key-value pairs of a GGUF file as plain Python values, or None.
-      chat_template: Jinja source, or None.
       restore: places all parameters at once (arguments of `mapping.load_params` after the
         checkpoint), where the layout of heads is the model's own; None where only `entries` can.
     """
@@ -60,7 +59,6 @@ class Checkpoint:
     entries: Mapping[str, Tensor]
     tokenizer_folder: Path | None = None
     gguf_metadata: dict[str, Any] | None = None
-    chat_template: str | None = None
     restore: Callable[..., dict[str, Any]] | None = None
 
     @property
@@ -86,15 +84,3 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_present(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
-
-
-def chat_template_of(folder: Path) -> str | None:
-    """Returns the default chat template of a folder of Hugging Face tokenizer files, if any."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = (read_json_if_present(folder / "tokenizer_config.json") or {}).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template

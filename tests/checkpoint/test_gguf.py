@@ -202,7 +202,7 @@ def test_metadata_are_plain_python_values_under_the_keys_of_the_file(tmp_path):
     assert metadata["tokenizer.ggml.scores"] == [0.0, -1.5, -2.0]
     assert metadata["x.flags"] == [True, False]
     assert type(metadata["llama.block_count"]) is int
-    assert checkpoint.chat_template == "{{ messages }}"
+    assert metadata["tokenizer.chat_template"] == "{{ messages }}"
     assert checkpoint.tokenizer_folder is None
 
 
@@ -301,7 +301,7 @@ def test_smollm2_opens_quickly_and_whole(smollm2_gguf):
     assert (config.num_kv_heads, config.head_dim, config.vocab_size) == (3, 64, 49_152)
     assert config.rope.theta == 100_000
     assert config.tie_word_embeddings
-    assert "<|im_start|>" in checkpoint.chat_template
+    assert "<|im_start|>" in checkpoint.gguf_metadata["tokenizer.chat_template"]
 
 
 @pytest.mark.gemma

@@ -105,7 +105,6 @@ def test_a_gguf_keeps_its_tokenizer_metadata_and_template(tmp_path):
     write_orbax(source, tmp_path / "orbax", "float32")
     restored = open_orbax(tmp_path / "orbax")
     assert restored.gguf_metadata == source.gguf_metadata
-    assert restored.chat_template == "{{ x }}"
     assert restored.tokenizer_folder is None
     assert restored.generation_config == source.generation_config
     assert_same(load(restored), load(source))
@@ -118,7 +117,7 @@ def test_tokenizer_files_come_along(tmp_path):
     write_orbax(open_safetensors(folder), tmp_path / "orbax", "float32")
     restored = open_orbax(tmp_path / "orbax")
     assert (restored.tokenizer_folder / "tokenizer.json").read_text() == "{}"
-    assert restored.chat_template == "t"
+    assert "chat_template" in (restored.tokenizer_folder / "tokenizer_config.json").read_text()
 
 
 def test_a_missing_piece_is_named(written):

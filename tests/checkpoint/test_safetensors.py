@@ -157,15 +157,3 @@ def test_a_damaged_config_is_named(tmp_path, text):
     folder = write_folder(tmp_path, LLAMA, random_tensors(LLAMA))
     (folder / "config.json").write_text(text)
     assert str(folder / "config.json") in refusal(folder)
-
-
-def test_the_chat_template_comes_from_its_own_file_or_the_tokenizer_config(tmp_path):
-    folder = write_folder(tmp_path, LLAMA, random_tensors(LLAMA))
-    assert open_safetensors(folder).chat_template is None
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
-    assert open_safetensors(folder).chat_template == "one"
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    assert open_safetensors(folder).chat_template == "two"
-    (folder / "chat_template.jinja").write_text("three")
-    assert open_safetensors(folder).chat_template == "three"
