@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from jserve.checkpoint.fetch import fetch_known
 from jserve.config import DEFAULT_CACHE_DIR
+
+# Examples are drawn from a fixed seed: a test fails for a change, not for its luck.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import logging
 import time
 import weakref
@@ -37,9 +38,10 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 def on_each_compilation(callback: Callable[[], None]) -> None:
-    """Calls the method `callback` whenever this process compiles, or loads from the cache, any
-    program, for as long as the method's object lives."""
-    reference = weakref.WeakMethod(callback)
+    """Calls `callback` whenever this process compiles, or loads from the cache, any program; a
+    bound method for as long as its object lives."""
+    is_method = inspect.ismethod(callback)
+    reference = weakref.WeakMethod(callback) if is_method else lambda: callback
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         live = reference() if event == _COMPILE_EVENT else None

@@ -75,7 +75,7 @@ def test_joined_increments_are_what_the_output_adds_to_the_prompt(
         if whole.startswith(before):
             assert text == minus(whole, before)
         else:  # the output completed a character that the prompt had begun
-            assert text == whole[len(before.rstrip("\ufffd")) :]
+            assert text == whole[len(before.removesuffix("\ufffd")) :]
 
 
 @SHARED_FIXTURES
