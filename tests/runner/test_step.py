@@ -13,7 +13,9 @@ from jserve.runner.kv_cache import make_pool
 from jserve.runner.mesh import make_mesh
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState, unpack
+from pallas_kernels import kv_layout
 from pallas_kernels.dispatch import Backend
+from scheduler import page_pool
 from scheduler.bucket import Bucket, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer, batch_words, views
@@ -147,3 +149,8 @@ def test_no_bucket_copies_the_pool():
     assert Bucket(1, 1, True) in steps
     for bucket, step in steps.items():
         assert step.memory_analysis().temp_size_in_bytes < state.kv_pool.nbytes / 4, bucket
+
+
+def test_scheduler_and_kernels_mean_the_same_null_page():
+    """Neither may import the other, so each names it."""
+    assert page_pool.NULL_PAGE == kv_layout.NULL_PAGE
