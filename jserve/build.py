@@ -23,14 +23,14 @@ from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import LayerLoop
 from jserve.models.families import model_config_from_hf
-from jserve.models.head_layout import HeadLayout, head_layout
+from jserve.models.head_layout import head_layout
 from jserve.runner.compile import (
     compile_steps,
     enable_compilation_cache,
     give_back_memory,
     on_each_compilation,
 )
-from jserve.runner.kv_cache import choose_num_pages, make_pool, page_size_for
+from jserve.runner.kv_cache import choose_num_pages, layout_of, make_pool, page_size_for
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState
@@ -38,6 +38,7 @@ from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Backend, backend_for
+from pallas_kernels.kv_layout import PoolLayout
 from scheduler.bucket import make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
@@ -79,14 +80,15 @@ def build_engine(config: EngineConfig) -> Engine:
         stacked=loop == "scanned",
     )
     loaded = time.perf_counter()
-    limits = _scheduler_config(config, model, layout, dtype, platform)
+    backend = _backend(platform, config.runner.attention_backend)
+    pool = layout_of(backend, model, layout, dtype)
+    limits = _scheduler_config(config, model, pool, dtype, platform)
     state = StepState(
-        make_pool(model, layout, dtype, limits.num_pages, limits.page_size, mesh),
+        make_pool(model, pool, dtype, limits.num_pages, limits.page_size, mesh),
         jnp.zeros(limits.max_num_seqs + 1, jnp.int32, device=replicated(mesh)),
     )
     _log_memory(params, state, limits)
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-    backend = _backend(platform, config.runner.attention_backend)
     options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
     steps = compile_steps(options, buckets, params, state)
     scheduler = Scheduler(limits)
@@ -197,7 +199,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _scheduler_config(
-    config: EngineConfig, model: ModelConfig, layout: HeadLayout, dtype: jnp.dtype, platform: str
+    config: EngineConfig, model: ModelConfig, layout: PoolLayout, dtype: jnp.dtype, platform: str
 ) -> SchedulerConfig:
     """The scheduler's limits, from the settings, the model and the device's memory."""
     max_model_len = model.max_position

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from pallas_kernels.dispatch import backend_for
-from pallas_kernels.kv_layout import pool_shape
+from pallas_kernels.dispatch import Backend, backend_for
+from pallas_kernels.kv_layout import pool_layout, pool_shape
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
 _SUITE = flags.DEFINE_enum("suite", "all", ["all", "decode", "prefill"], "what to time")
@@ -63,9 +63,8 @@ def make_step(heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int
     page_indices = np.zeros((num_rows, _MAX_MODEL_LEN.value // page_size), np.int32)
     for s, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
         page_indices[s, :count] = order[end - count : end]
-    shape = pool_shape(
-        _NUM_LAYERS.value, 1 + sum(pages), page_size, heads.num_kv_heads, heads.head_dim
-    )
+    layout = pool_layout(Backend.XLA, heads.num_kv_heads, heads.head_dim, dtype)
+    shape = pool_shape(_NUM_LAYERS.value, 1 + sum(pages), page_size, layout)
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
@@ -73,7 +72,8 @@ def make_step(heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int
     decode_end = sum(n == 1 for n in q_lens)
     return (
         normal(num_tokens, heads.num_heads, heads.head_dim),
-        normal(num_tokens, 2 * heads.num_kv_heads, heads.head_dim),
+        normal(num_tokens, heads.num_kv_heads, heads.head_dim),
+        normal(num_tokens, heads.num_kv_heads, heads.head_dim),
         normal(*shape),
         jnp.asarray(kv_lens, jnp.int32),
         jnp.asarray(page_indices),
@@ -85,9 +85,9 @@ def make_step(heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int
 def paged(heads: Heads, decode_only: bool) -> Callable:
     backend = backend_for(jax.default_backend())
 
-    def attend(q, kv, pool, layer, *rows):
+    def attend(q, k, v, pool, layer, *rows):
         return ragged_paged_attention(
-            q, kv, pool, layer, *rows, scale=heads.head_dim**-0.5,
+            q, k, v, pool, layer, *rows, scale=heads.head_dim**-0.5,
             sliding_window=heads.sliding_window, backend=backend, decode_only=decode_only,
         )  # fmt: skip
 
@@ -97,10 +97,12 @@ def paged(heads: Heads, decode_only: bool) -> Callable:
 def gathered(heads: Heads) -> Callable:
     """Decode as one gather of all pages a row may have, and two einsums."""
 
-    def attend(q, kv, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
+    def attend(q, k, v, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
         page_size, position = pool.shape[2], kv_lens - 1
         page = jnp.take_along_axis(page_indices, position[:, None] // page_size, axis=1)[:, 0]
-        pool = pool.at[layer, page, position % page_size].set(kv)
+        pool = pool.at[layer, page, position % page_size].set(
+            jnp.stack([k, v], 2).reshape(q.shape[0], -1, heads.head_dim)
+        )
         tokens = pool[layer, page_indices]
         tokens = tokens.reshape(q.shape[0], -1, heads.num_kv_heads, 2, heads.head_dim)
         grouped = q.reshape(q.shape[0], heads.num_kv_heads, -1, heads.head_dim)
@@ -120,10 +122,10 @@ def measure(attend: Callable, step) -> Timing:
     """Times `attend` over all layers; each layer's output feeds the next one's queries."""
     num_layers = _NUM_LAYERS.value
 
-    def layers(q, kv, pool, *rows):
+    def layers(q, k, v, pool, *rows):
         def one(layer, carry):
             q, pool, other = carry
-            out, pool = attend(q, kv, pool, layer, *rows)
+            out, pool = attend(q, k, v, pool, layer, *rows)
             return q + out * jnp.asarray(1e-3, q.dtype), pool, other * 0.5
 
         # `other` stands in for the rest of a layer: XLA:CPU compiles a loop that touches few bytes
@@ -131,13 +133,13 @@ def measure(attend: Callable, step) -> Timing:
         other = jnp.ones(2**14)
         return jax.lax.fori_loop(0, num_layers, one, (q, pool, other))
 
-    q, kv, pool, *rows = step
+    q, k, v, pool, *rows = step
     pool = jnp.copy(pool)
-    program = jax.jit(layers, donate_argnums=2).lower(q, kv, pool, *rows).compile()
+    program = jax.jit(layers, donate_argnums=3).lower(q, k, v, pool, *rows).compile()
     walls, cpus = [], []
     for _ in range(_REPEATS.value + 1):
         wall, cpu = time.perf_counter(), time.process_time()
-        out, pool, _ = program(q, kv, pool, *rows)
+        out, pool, _ = program(q, k, v, pool, *rows)
         jax.block_until_ready((out, pool))
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)

@@ -1,4 +1,5 @@
-"""Named ragged-paged-attention workloads and a float64 oracle. Knows numpy only.
+"""Named ragged-paged-attention workloads and a float64 oracle. Knows numpy, and how
+a backend lays out its pool.
 
 Shared by tests, benchmarks and tuners. The oracle never sees pages: it attends over each row's
 dense keys and values, so a mistake in paging cannot cancel out.
@@ -11,8 +12,14 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.kv_layout import PoolLayout
+
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # largest absolute error, outputs are about 1
+KV_DTYPES = {**DTYPES, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+# Largest absolute error by the dtype of the queries; outputs are about 1. A quantised pool adds
+# nothing, as the oracle reads the same quantised numbers.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+_LIMIT = {"int8": 127, "float8_e4m3fn": 448}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,8 @@ class Case:
     sliding_window: int = 0
     soft_cap: float | None = None
     dtype: str = "float32"
+    kv_dtype: str | None = None  # None: dtype
+    sinks: bool = False
     padding_tokens: int = 3
     padding_rows: int = 1
     spare_pages: int = 2  # pages of the pool that no row uses
@@ -40,6 +49,18 @@ class Case:
         return self.head_dim**-0.5
 
     @property
+    def pool_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def kv_scales(self) -> np.ndarray:
+        """f32[2, K]: what the numbers of keys and values in the pool are multiplied by."""
+        if self.pool_dtype not in _LIMIT:
+            return np.ones((2, self.num_kv_heads), np.float32)
+        scales = 1 + 0.1 * np.arange(2 * self.num_kv_heads, dtype=np.float32)
+        return scales.reshape(2, -1) * 4 / _LIMIT[self.pool_dtype]
+
+    @property
     def pages_of_rows(self) -> list[int]:
         return [-(-kv_len // self.page_size) for kv_len, _ in self.rows]
 
@@ -49,13 +70,15 @@ class Step:
     """The arrays of one call, and the dense truth behind them."""
 
     q: np.ndarray  # [T, N, H]
-    kv: np.ndarray  # [T, 2K, H]
-    kv_pool: np.ndarray  # [L, P, p, 2K, H], this step's rows not yet written
+    k: np.ndarray  # [T, K, H]
+    v: np.ndarray  # [T, K, H]
+    kv_pool: np.ndarray  # [L, P, p, K, 2, H], this step's rows not yet written
+    sinks: np.ndarray | None  # f32[N]
     kv_lens: np.ndarray  # i32[S]
     page_indices: np.ndarray  # i32[S, J]
     cu_q_lens: np.ndarray  # i32[S+1], pad = last value
     distribution: np.ndarray  # i32[3]
-    dense: list[np.ndarray] = field(repr=False)  # per row [kv_len, 2K, H], this step's included
+    dense: list[np.ndarray] = field(repr=False)  # per row f64[kv_len, K, 2, H], with this step's
 
     @property
     def num_real_tokens(self) -> int:
@@ -70,8 +93,8 @@ class Step:
 def build(case: Case) -> Step:
     """Draws a step for `case`; history lies in randomly permuted pages, never in page 0."""
     rng = np.random.default_rng(case.seed)
-    dtype = DTYPES[case.dtype]
-    two_k, head_dim, p = 2 * case.num_kv_heads, case.head_dim, case.page_size
+    dtype, kv_dtype = DTYPES[case.dtype], KV_DTYPES[case.pool_dtype]
+    K, head_dim, p = case.num_kv_heads, case.head_dim, case.page_size
 
     def normal(*shape):
         return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
@@ -83,28 +106,42 @@ def build(case: Case) -> Step:
     num_pages = 1 + sum(pages) + case.spare_pages
     order = rng.permutation(np.arange(1, num_pages))
     page_indices = np.zeros((num_rows, max(pages) + case.spare_columns), np.int32)
-    kv_pool = normal(case.num_layers, num_pages, p, two_k, head_dim)
-    kv = normal(num_tokens, two_k, head_dim)
+    kv_pool = quantised(normal(case.num_layers, num_pages, p, K, 2, head_dim), case)
+    k, v = normal(num_tokens, K, head_dim), normal(num_tokens, K, head_dim)
+    new = quantised(np.stack([k, v], axis=2), case)
     dense, taken, token = [], 0, 0
     for s, (kv_len, q_len) in enumerate(case.rows):
         mine = order[taken : taken + pages[s]]
         page_indices[s, : pages[s]] = mine
-        history = kv_pool[case.layer, mine].reshape(-1, two_k, head_dim)[: kv_len - q_len]
-        dense.append(np.concatenate([history, kv[token : token + q_len]]))
+        history = kv_pool[case.layer, mine].reshape(-1, K, 2, head_dim)[: kv_len - q_len]
+        values = np.concatenate([history, new[token : token + q_len]]).astype(np.float64)
+        dense.append(values * case.kv_scales.T[..., None])
         taken, token = taken + pages[s], token + q_len
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens), [sum(q_lens)] * case.padding_rows])
     decode_end = next((s for s, n in enumerate(q_lens) if n != 1), len(q_lens))
     kv_lens = [kv_len for kv_len, _ in case.rows] + [0] * case.padding_rows
+    assert kv_pool.dtype == kv_dtype
     return Step(
         q=normal(num_tokens, case.num_heads, head_dim),
-        kv=kv,
+        k=k,
+        v=v,
         kv_pool=kv_pool,
+        sinks=rng.standard_normal(case.num_heads, np.float32) if case.sinks else None,
         kv_lens=np.asarray(kv_lens, np.int32),
         page_indices=page_indices,
         cu_q_lens=cu_q_lens.astype(np.int32),
         distribution=np.asarray([decode_end, len(q_lens), len(q_lens)], np.int32),
         dense=dense,
     )
+
+
+def quantised(kv: np.ndarray, case: Case) -> np.ndarray:
+    """`[..., K, 2, H]` as the pool of `case` holds it."""
+    limit = _LIMIT.get(case.pool_dtype)
+    if limit is None:
+        return kv.astype(KV_DTYPES[case.pool_dtype])
+    kv = np.clip(kv.astype(np.float32) / case.kv_scales.T[..., None], -limit, limit)
+    return (np.rint(kv) if case.pool_dtype == "int8" else kv).astype(KV_DTYPES[case.pool_dtype])
 
 
 def bucketed(case: Case) -> Case:
@@ -129,32 +166,47 @@ def oracle(case: Case, step: Step) -> np.ndarray:
     group = case.num_heads // case.num_kv_heads
     for s, (kv_len, q_len) in enumerate(case.rows):
         start = step.cu_q_lens[s]
-        dense = step.dense[s].astype(np.float64)
+        dense = step.dense[s]
         for t in range(q_len):
             position = kv_len - q_len + t
             first = max(0, position - case.sliding_window + 1) if case.sliding_window else 0
             for n in range(case.num_heads):
-                head = 2 * (n // group)
-                keys = dense[first : position + 1, head]
-                values = dense[first : position + 1, head + 1]
+                keys, values = dense[first : position + 1, n // group].swapaxes(0, 1)
                 scores = keys @ step.q[start + t, n].astype(np.float64) * case.scale
                 if case.soft_cap:
                     scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-                weights = np.exp(scores - scores.max())
-                out[start + t, n] = weights @ values / weights.sum()
+                sink = -np.inf if step.sinks is None else np.float64(step.sinks[n])
+                highest = max(scores.max(), sink)
+                weights = np.exp(scores - highest)
+                out[start + t, n] = weights @ values / (weights.sum() + np.exp(sink - highest))
     return out
 
 
 def written_pool(case: Case, step: Step) -> np.ndarray:
     """The pool after the step, but for the null page, whose content is of no account."""
     pool = step.kv_pool.copy()
+    new = quantised(np.stack([step.k, step.v], axis=2), case)
     for s, (kv_len, q_len) in enumerate(case.rows):
         for t in range(q_len):
             position = kv_len - q_len + t
             page = step.page_indices[s, position // case.page_size]
-            row = step.kv[step.cu_q_lens[s] + t]
-            pool[case.layer, page, position % case.page_size] = row
+            pool[case.layer, page, position % case.page_size] = new[step.cu_q_lens[s] + t]
     return pool
+
+
+def laid_out(kv_pool: np.ndarray, layout: PoolLayout) -> np.ndarray:
+    """A pool `[L, P, p, K, 2, H]` as a backend's `[L, P, p, R, W]`."""
+    K, H = layout.padded_kv_heads, layout.padded_head_dim
+    shape = (*kv_pool.shape[:3], K, 2, H)
+    out = np.zeros(shape, kv_pool.dtype)
+    out[..., : layout.num_kv_heads, :, : layout.head_dim] = kv_pool
+    return out.reshape(*kv_pool.shape[:3], layout.num_rows, layout.width)
+
+
+def plain(kv_pool: np.ndarray, layout: PoolLayout) -> np.ndarray:
+    """The inverse of `laid_out`."""
+    shape = (*kv_pool.shape[:3], layout.padded_kv_heads, 2, layout.padded_head_dim)
+    return kv_pool.reshape(shape)[..., : layout.num_kv_heads, :, : layout.head_dim]
 
 
 def _decode(*kv_lens: int, **settings) -> Case:

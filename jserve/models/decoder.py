@@ -123,8 +123,8 @@ def _run_unrolled(layers, scalars, x, kv_pool, before, attend, after):
     # L calls share one trace and one lowering, which XLA inlines.
     @jax.jit
     def run_layer(weights, x, kv_pool, layer, sliding_window, rope_index):
-        q, kv = before(weights, x, rope_index)
-        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        q, k, v = before(weights, x, rope_index)
+        attended, kv_pool = attend(q, k, v, kv_pool, layer, sliding_window)
         return after(weights, x, attended), kv_pool
 
     for weights, *of_layer in zip(layers, *scalars, strict=True):
@@ -143,10 +143,10 @@ def _run_switched(layers, scalars, x, kv_pool, before, attend, after):
     def run_layer(index, carry):
         x, kv_pool = carry
         layer, sliding_window, rope_index = (jnp.asarray(array)[index] for array in scalars)
-        q, kv = jax.lax.switch(
+        q, k, v = jax.lax.switch(
             index, [partial(before, weights) for weights in layers], x, rope_index
         )
-        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        attended, kv_pool = attend(q, k, v, kv_pool, layer, sliding_window)
         x = jax.lax.switch(index, [partial(after, weights) for weights in layers], x, attended)
         return x, kv_pool
 
@@ -158,8 +158,8 @@ def _run_scanned(layers, scalars, x, kv_pool, before, attend, after):
 
     def run_layer(carry, inputs):  # the pool is carried: through xs and ys it would be copied
         (x, kv_pool), (weights, (layer, sliding_window, rope_index)) = carry, inputs
-        q, kv = before(weights, x, rope_index)
-        attended, kv_pool = attend(q, kv, kv_pool, layer, sliding_window)
+        q, k, v = before(weights, x, rope_index)
+        attended, kv_pool = attend(q, k, v, kv_pool, layer, sliding_window)
         return (after(weights, x, attended), kv_pool), None
 
     (x, kv_pool), _ = jax.lax.scan(run_layer, (x, kv_pool), (layers, scalars))

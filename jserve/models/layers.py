@@ -31,12 +31,13 @@ class Attend(Protocol):
     def __call__(
         self,
         q: Float[Array, "T N H"],
-        kv: Float[Array, "T 2K H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
         kv_pool: Any,
         layer: Int[Array, ""],
         sliding_window: Int[Array, ""],
     ) -> tuple[Float[Array, "T N H"], Any]:
-        """Takes rotated queries and keys; kv has rows K0 V0 K1 V1 ...; window 0 is global.
+        """Takes rotated queries and keys, and values; window 0 is global.
 
         Returns the attention output in the dtype of q, and the new pool.
         """
@@ -112,20 +113,19 @@ class DecoderLayer(nn.Module):
 
     def before_attention(
         self, x: Float[Array, "D T"], rope: Float[Array, "2 H/2 T"]
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T 2K H"]]:
-        """Returns rotated queries, and keys (rotated) and values interleaved K0 V0 K1 V1 ..."""
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+        """Returns queries and keys, both rotated, and values."""
         G, eps = self.layout.group_size, self.config.rms_norm_eps
         qkv = self._linear(self._norm(x, "attn_norm"), "qkv")  # [K, G+2, H, T]
         K, _, H, T = qkv.shape
-        qk, v = qkv[:, : G + 1].astype(jnp.float32), qkv[:, G + 1 :]
+        qk, v = qkv[:, : G + 1].astype(jnp.float32), qkv[:, G + 1]
         if self.config.qk_norm:
             q = rms_norm(qk[:, :G], self.weights["q_norm"], eps, axis=2)
             k = rms_norm(qk[:, G:], self.weights["k_norm"], eps, axis=2)
             qk = jnp.concatenate([q, k], axis=1)
         qk = apply_rope(qk, rope).astype(x.dtype)
         q = qk[:, :G].transpose(3, 0, 1, 2).reshape(T, K * G, H)
-        kv = jnp.concatenate([qk[:, G:], v], axis=1).transpose(3, 0, 1, 2).reshape(T, 2 * K, H)
-        return q, kv
+        return q, qk[:, G].transpose(2, 0, 1), v.transpose(2, 0, 1)
 
     def after_attention(
         self, x: Float[Array, "D T"], attended: Float[Array, "T N H"]

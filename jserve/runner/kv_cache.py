@@ -14,7 +14,8 @@ from jserve.errors import ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.head_layout import HeadLayout
 from jserve.runner.mesh import pool_sharding
-from pallas_kernels.kv_layout import bytes_per_page, pool_shape
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.kv_layout import PoolLayout, bytes_per_page, pool_layout, pool_shape
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 64, "gpu": 64}
 ACCELERATOR_FRACTION = 0.9
@@ -53,10 +54,18 @@ def _cgroup_headroom() -> int:
     return 2**62 if limit == "max" else max(0, int(limit) - int(used))
 
 
+def layout_of(
+    backend: Backend, model: ModelConfig, heads: HeadLayout, dtype: jnp.dtype
+) -> PoolLayout:
+    """Returns how `backend` wants the heads that one device holds in the pool."""
+    here = heads.num_kv_heads // heads.tensor_parallel_size
+    return pool_layout(backend, here, model.head_dim, dtype)
+
+
 def choose_num_pages(
     settings: CacheSettings,
     model: ModelConfig,
-    layout: HeadLayout,
+    layout: PoolLayout,
     dtype: jnp.dtype,
     *,
     page_size: int,
@@ -71,8 +80,7 @@ def choose_num_pages(
     Raises:
       ConfigError: the memory does not hold two pages.
     """
-    heads_here = layout.num_kv_heads // layout.tensor_parallel_size
-    page_bytes = bytes_per_page(model.num_layers, page_size, heads_here, model.head_dim, dtype)
+    page_bytes = bytes_per_page(model.num_layers, page_size, layout, dtype)
     if settings.kv_memory_bytes:
         budget = settings.kv_memory_bytes
     elif settings.kv_memory_fraction:
@@ -93,12 +101,12 @@ def choose_num_pages(
 
 def make_pool(
     model: ModelConfig,
-    layout: HeadLayout,
+    layout: PoolLayout,
     dtype: jnp.dtype,
     num_pages: int,
     page_size: int,
     mesh: Mesh,
 ) -> jax.Array:
-    """Returns the zeroed pool [L, P, p, 2K, H], split over the mesh."""
-    shape = pool_shape(model.num_layers, num_pages, page_size, layout.num_kv_heads, model.head_dim)
+    """Returns the zeroed pool [L, P, p, R, W], split over the mesh."""
+    shape = pool_shape(model.num_layers, num_pages, page_size, layout, mesh.size)
     return jnp.zeros(shape, dtype, device=pool_sharding(mesh))

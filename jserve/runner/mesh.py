@@ -40,5 +40,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def pool_sharding(mesh: Mesh) -> NamedSharding:
-    """The KV pool [L, P, p, 2K, H] is split over its heads, keys and values of one together."""
+    """The KV pool [L, P, p, R, W] is split over its rows, keys and values of a head together."""
     return NamedSharding(mesh, PartitionSpec(None, None, None, MODEL_AXIS, None))

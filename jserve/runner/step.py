@@ -28,7 +28,7 @@ from scheduler.packer import FROM_DEVICE, batch_fields
 class StepState(NamedTuple):
     """What stays on the device between steps; donated to each."""
 
-    kv_pool: Float[Array, "L P p 2K H"]
+    kv_pool: Float[Array, "L P p R W"]
     last_tokens: Int[Array, " slots+1"]  # the last entry is the null slot's
 
 
@@ -98,10 +98,11 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
     model, mesh = options.model, options.mesh
     rows = [batch[n] for n in ("kv_lens", "page_indices", "cu_q_lens", "distribution")]
 
-    def attention(q, kv, kv_pool, layer, sliding_window, *rows):
+    def attention(q, k, v, kv_pool, layer, sliding_window, *rows):
         return ragged_paged_attention(
             q,
-            kv.astype(kv_pool.dtype),
+            k,
+            v,
             kv_pool,
             layer,
             *rows,
@@ -119,12 +120,12 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
         attention = jax.shard_map(
             attention,
             mesh=mesh,
-            in_specs=(heads, heads, pool, *[whole] * (2 + len(rows))),
+            in_specs=(heads, heads, heads, pool, *[whole] * (2 + len(rows))),
             out_specs=(heads, pool),
             check_vma=False,
         )
 
-    def attend(q, kv, kv_pool, layer, sliding_window):
-        return attention(q, kv, kv_pool, layer, sliding_window, *rows)
+    def attend(q, k, v, kv_pool, layer, sliding_window):
+        return attention(q, k, v, kv_pool, layer, sliding_window, *rows)
 
     return attend

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.kv_layout import NULL_PAGE
-from pallas_kernels.ragged_paged_attention.config import XlaConfig
+from pallas_kernels.kv_layout import PoolLayout
+from pallas_kernels.ragged_paged_attention.config import AttentionShape, XlaConfig
+from pallas_kernels.ragged_paged_attention.kv_write import scatter
 from pallas_kernels.ragged_paged_attention.xla_decode import decode
 from pallas_kernels.ragged_paged_attention.xla_prefill import prefill
 
 
-def ragged_paged_attention(
-    q, kv, kv_pool, layer, kv_lens, page_indices, cu_q_lens, distribution, *,
-    scale, sliding_window, soft_cap, config: XlaConfig, decode_only: bool,
+def attend(
+    q, rows, kv_pool, layer, kv_lens, page_indices, cu_q_lens, distribution, *,
+    window, soft_cap, sinks, layout: PoolLayout, config: XlaConfig, decode_only: bool, interpret,
 ):  # fmt: skip
-    """See `api.ragged_paged_attention`."""
+    """See `api._module_of`."""
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     if num_rows == 1:
         # XLA:CPU takes the loops of a single row for small ones, compiles each into one scalar
         # kernel, and copies the whole pool to call it. A padding row and token prevent all that.
         grow = lambda x: jnp.pad(x, ((0, 1), *((0, 0),) * (x.ndim - 1)))  # noqa: E731
-        out, kv_pool = ragged_paged_attention(
-            grow(q), grow(kv), kv_pool, layer, grow(kv_lens), grow(page_indices),
-            jnp.append(cu_q_lens, cu_q_lens[-1]), distribution, scale=scale,
-            sliding_window=sliding_window, soft_cap=soft_cap, config=config,
-            decode_only=decode_only,
+        out, kv_pool = attend(
+            grow(q), grow(rows), kv_pool, layer, grow(kv_lens), grow(page_indices),
+            jnp.append(cu_q_lens, cu_q_lens[-1]), distribution, window=window, soft_cap=soft_cap,
+            sinks=sinks, layout=layout, config=config, decode_only=decode_only, interpret=interpret,
         )  # fmt: skip
         return out[:num_tokens], kv_pool
-    kv_pool = write_kv(kv, kv_pool, layer, kv_lens, page_indices, cu_q_lens)
-    common = dict(scale=scale, window=jnp.asarray(sliding_window, jnp.int32), soft_cap=soft_cap)
+    kv_pool = scatter(rows, kv_pool, layer, kv_lens, page_indices, cu_q_lens)
+    common = dict(scale=1.0, window=window, soft_cap=soft_cap)
+    shape, q = q.shape, q.reshape(num_tokens, -1, q.shape[3])
 
     # Decode rows come first and have one token each: row s is token s.
     is_decode = jnp.diff(cu_q_lens) > 0
@@ -44,22 +45,16 @@ def ragged_paged_attention(
         num_items=config.decode_items, **common,
     ).astype(q.dtype)  # fmt: skip
     if decode_only:
-        return out, kv_pool
+        return out.reshape(shape), kv_pool
     out = jnp.pad(out, ((0, num_tokens - span), (0, 0), (0, 0)))
     out = prefill(
         q, out, kv_pool, layer, kv_lens, page_indices, cu_q_lens, distribution,
         tile=config.prefill_tile, block=config.prefill_block, **common,
     )  # fmt: skip
-    return out, kv_pool
+    return out.reshape(shape), kv_pool
 
 
-def write_kv(kv, kv_pool, layer, kv_lens, page_indices, cu_q_lens):
-    """Scatters new rows `[T, 2K, H]` into their pages; padding tokens go to the null page."""
-    page_size = kv_pool.shape[2]
-    token = jnp.arange(kv.shape[0])
-    row = jnp.sum(token[:, None] >= cu_q_lens[None, 1:], axis=1)  # == S for padding tokens
-    real = row < kv_lens.shape[0]
-    row = jnp.where(real, row, 0)
-    position = jnp.where(real, kv_lens[row] - cu_q_lens[row + 1] + token, 0)
-    page = jnp.where(real, page_indices[row, position // page_size], NULL_PAGE)
-    return kv_pool.at[layer, page, position % page_size].set(kv)
+def why_unsupported(shape: AttentionShape, device_kind: str) -> str | None:
+    """See `api._module_of`: XLA does it all, everywhere."""
+    del shape, device_kind
+    return None

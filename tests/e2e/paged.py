@@ -17,7 +17,7 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import decoder_apply, logits
 from jserve.models.head_layout import head_layout
-from jserve.runner.kv_cache import make_pool
+from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh
 from jserve.runner.step import StepOptions, StepState, StepTokens, _make_attend, _token_ids, unpack
 from pallas_kernels.dispatch import Backend
@@ -55,7 +55,7 @@ class PagedModel:
         self._options = StepOptions(config, make_mesh(1), Backend.XLA, loop, pages_per_seq)
         pool = make_pool(
             config,
-            head_layout(config),
+            layout_of(Backend.XLA, config, head_layout(config), jnp.float32),
             jnp.float32,
             self.num_pages,
             page_size,

@@ -73,11 +73,13 @@ class Tokens(NamedTuple):
     positions: jax.Array  # i32[T]
 
 
-def dense_attend(config: ModelConfig, q, kv, kv_pool, layer, sliding_window):
-    """Causal attention of one sequence over itself, in float32; kv_pool [L, T, 2K, H] keeps kv."""
+def dense_attend(config: ModelConfig, q, k, v, kv_pool, layer, sliding_window):
+    """Causal attention of one sequence over itself, in float32; kv_pool [L, T, 2K, H] keeps K0 V0
+    K1 V1 ..."""
     num_tokens, num_heads, _ = q.shape
-    group = num_heads // (kv.shape[1] // 2)
-    k, v = (jnp.repeat(kv[:, i::2].astype(jnp.float32), group, axis=1) for i in (0, 1))
+    group = num_heads // k.shape[1]
+    kv = jnp.stack([k, v], axis=2).reshape(num_tokens, -1, k.shape[2])
+    k, v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
     scores = config.query_scale * jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), k)
     if config.attn_soft_cap is not None:
         scores = config.attn_soft_cap * jnp.tanh(scores / config.attn_soft_cap)

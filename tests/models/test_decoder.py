@@ -81,8 +81,8 @@ def test_activations_of_the_large_model_leave_the_range_of_float16():
     layer = DecoderLayer(model.config, head_layout(model.config), jnp.bfloat16)
     weights = {"params": model.params(jnp.bfloat16)["layers"][0]}
     x = jnp.ones((model.config.hidden_size, 1), jnp.bfloat16)
-    q, kv = layer.apply(weights, x, jnp.zeros((2, 4, 1)), method="before_attention")
-    attended, _ = dense_attend(model.config, q, kv, jnp.zeros((1, 1, 4, 8), jnp.bfloat16), 0, 0)
+    q, k, v = layer.apply(weights, x, jnp.zeros((2, 4, 1)), method="before_attention")
+    attended, _ = dense_attend(model.config, q, k, v, jnp.zeros((1, 1, 4, 8), jnp.bfloat16), 0, 0)
     x = layer.apply(weights, x, attended, method="after_attention")
     assert x.dtype == jnp.bfloat16
     assert float(jnp.abs(x).max()) > 65_504
@@ -137,9 +137,9 @@ def test_the_layer_is_traced_once_for_all_layers(loop):
     model = reference_model("gemma3")
     traces = []
 
-    def attend(config, q, kv, kv_pool, layer, sliding_window):
+    def attend(config, q, k, v, kv_pool, layer, sliding_window):
         traces.append(q.shape)
-        return dense_attend(config, q, kv, kv_pool, layer, sliding_window)
+        return dense_attend(config, q, k, v, kv_pool, layer, sliding_window)
 
     params = model.params(stacked=loop == "scanned")
     run_dense(params, model.config, [model.sequences[0].ids], loop, attend)
@@ -152,7 +152,7 @@ def test_weights_are_left_operands_of_the_compiled_matmuls():
     model = reference_model("llama")
     config, T = model.config, 6
 
-    def attend(q, kv, kv_pool, layer, sliding_window):
+    def attend(q, k, v, kv_pool, layer, sliding_window):
         return q, kv_pool
 
     def step(params, tokens, kv_pool):

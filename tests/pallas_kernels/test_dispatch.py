@@ -1,23 +1,16 @@
-"""A backend is chosen by platform, named when it is second best, and refused when it is absent."""
-
-import logging
+"""A backend is chosen by platform, or asked for and refused by name where it does not run."""
 
 import pytest
 
 from pallas_kernels.dispatch import Backend, backend_for
 
 
-def test_cpu_takes_xla_without_a_word(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert backend_for("cpu") is Backend.XLA
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(("platform", "native"), [("tpu", "mosaic_tpu"), ("gpu", "mosaic_gpu")])
-def test_auto_names_the_kernels_that_an_accelerator_lacks(platform, native, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert backend_for(platform) is Backend.XLA
-    assert native in caplog.text
+@pytest.mark.parametrize(
+    ("platform", "native"),
+    [("cpu", "xla"), ("tpu", "mosaic_tpu"), ("gpu", "mosaic_gpu"), ("cuda", "mosaic_gpu")],
+)
+def test_auto_takes_the_platforms_own_kernels(platform, native):
+    assert backend_for(platform) is backend_for(platform, native) is Backend(native)
 
 
 def test_xla_can_be_asked_for_anywhere():
@@ -27,7 +20,6 @@ def test_xla_can_be_asked_for_anywhere():
 @pytest.mark.parametrize(
     ("platform", "requested", "message"),
     [
-        ("tpu", "mosaic_tpu", "mosaic_tpu.*not built"),
         ("cpu", "mosaic_gpu", "mosaic_gpu.*does not run on"),
         ("cpu", "triton", "'triton' is unknown"),
         ("abacus", "auto", "platform='abacus' is unknown"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.kv_layout import pool_layout
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from tests.rpa_cases import (
     CASES,
@@ -20,7 +21,9 @@ from tests.rpa_cases import (
     Step,
     bucketed,
     build,
+    laid_out,
     oracle,
+    plain,
     written_pool,
 )
 
@@ -36,17 +39,27 @@ def compiled(soft_cap: float | None, decode_only: bool, config=None):
         decode_only=decode_only,
         config=config,
     )
-    return jax.jit(call, donate_argnums=2)
+    return jax.jit(call, donate_argnums=3)
+
+
+def layout_of(case: Case):
+    return pool_layout(Backend.XLA, case.num_kv_heads, case.head_dim, case.pool_dtype)
+
+
+def pool_of(case: Case, step: Step):
+    return jnp.array(laid_out(step.kv_pool, layout_of(case)))
 
 
 def run(case: Case, step: Step, *, decode_only=False, config=None):
     """Returns numpy (out, pool); a window and a layer are traced, as in a scanned model."""
     call = compiled(case.soft_cap, decode_only, config)
+    k_scale, v_scale = case.kv_scales
     out, pool = call(
-        step.q, step.kv, jnp.array(step.kv_pool), np.int32(case.layer), *step.arrays,
+        step.q, step.k, step.v, pool_of(case, step), np.int32(case.layer), *step.arrays,
         scale=np.float32(case.scale), sliding_window=np.int32(case.sliding_window),
+        sinks=step.sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    return np.asarray(out).astype(np.float32), np.asarray(pool)
+    return np.asarray(out).astype(np.float32), plain(np.asarray(pool), layout_of(case))
 
 
 def assert_close(case: Case, got, wanted):
@@ -107,7 +120,8 @@ def test_nan_in_unused_pages_and_padding_changes_nothing(window):
         used[step.page_indices[s, position // case.page_size], position % case.page_size] = True
     poisoned.kv_pool[:, ~used] = np.nan  # whole pages, the null page, and the tails of last pages
     poisoned.q[step.num_real_tokens :] = np.nan
-    poisoned.kv[step.num_real_tokens :] = np.nan
+    poisoned.k[step.num_real_tokens :] = np.nan
+    poisoned.v[step.num_real_tokens :] = np.nan
     out, _ = run(case, poisoned)
     np.testing.assert_array_equal(out, clean)
 
@@ -142,7 +156,8 @@ def in_chunks(case: Case, chunk: int):
         end = min(start + chunk, kv_len)
         row, padding = (end, end - start), chunk - (end - start)
         part = build(dataclasses.replace(case, rows=(row,), padding_tokens=padding))
-        part.q[: end - start], part.kv[: end - start] = whole.q[start:end], whole.kv[start:end]
+        for name in "qkv":
+            getattr(part, name)[: end - start] = getattr(whole, name)[start:end]
         part.kv_pool, part.page_indices = pool, whole.page_indices
         out, pool = run(case, part)
         outs.append(out[: end - start])
@@ -169,7 +184,8 @@ def test_rows_alone_equal_rows_together_o105(decode_end):
     for s, row in enumerate(rows):
         tokens = slice(step.cu_q_lens[s], step.cu_q_lens[s + 1])
         alone = build(dataclasses.replace(case, rows=(row,), padding_tokens=20 - row[1]))
-        alone.q[: row[1]], alone.kv[: row[1]] = step.q[tokens], step.kv[tokens]
+        for name in "qkv":
+            getattr(alone, name)[: row[1]] = getattr(step, name)[tokens]
         alone.kv_pool = step.kv_pool
         alone.page_indices = step.page_indices[[s, -1]]
         out, _ = run(case, alone)
@@ -180,7 +196,7 @@ def test_a_row_that_went_wrong_spoils_only_itself():
     case = Case(rows=((40, 1), (30, 1), (50, 1), (40, 20)))
     step = build(case)
     clean, _ = run(case, step)
-    step.q[1], step.kv[1] = np.nan, np.nan
+    step.q[1], step.k[1], step.v[1] = np.nan, np.nan, np.nan
     out, _ = run(case, step)
     assert np.isnan(out[1]).all()
     np.testing.assert_array_equal(np.delete(out, 1, axis=0), np.delete(clean, 1, axis=0))
@@ -200,19 +216,19 @@ def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows):
     )
     step = build(case)
 
-    @functools.partial(jax.jit, donate_argnums=2)
-    def layers(q, kv, pool):
+    @functools.partial(jax.jit, donate_argnums=1)
+    def layers(q, pool):
         def one(layer, carry):
             out, pool = ragged_paged_attention(
-                carry[0], kv, carry[1], layer, *step.arrays,
+                carry[0], step.k, step.v, carry[1], layer, *step.arrays,
                 scale=case.scale, sliding_window=0, backend=Backend.XLA, decode_only=decode_only,
             )  # fmt: skip
             return out, pool
 
         return jax.lax.fori_loop(0, case.num_layers, one, (q, pool))
 
-    pool = jnp.array(step.kv_pool)
-    program = layers.lower(step.q, step.kv, pool).compile()
+    pool = pool_of(case, step)
+    program = layers.lower(step.q, pool).compile()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 8
@@ -220,7 +236,7 @@ def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows):
     assert not re.findall(rf"f32\[{shape}\]\S* copy\(", program.as_text())
     assert "xla_cpu_small_call" not in program.as_text()  # a scalar kernel; see reference.py
     address = pool.unsafe_buffer_pointer()
-    _, pool = program(step.q, step.kv, pool)
+    _, pool = program(step.q, pool)
     assert pool.unsafe_buffer_pointer() == address
 
 
@@ -228,7 +244,7 @@ def test_temporary_memory_does_not_follow_max_model_len():
     def temp_bytes(columns: int) -> int:
         case = dataclasses.replace(MIXED, spare_columns=columns)
         step = build(case)
-        args = (step.q, step.kv, step.kv_pool, np.int32(0), *step.arrays)
+        args = (step.q, step.k, step.v, pool_of(case, step), np.int32(0), *step.arrays)
         scalars = dict(scale=np.float32(1), sliding_window=np.int32(0))
         program = compiled(None, False).lower(*args, **scalars).compile()
         return program.memory_analysis().temp_size_in_bytes
@@ -238,9 +254,9 @@ def test_temporary_memory_does_not_follow_max_model_len():
 
 
 BAD_CALLS = {
-    "kv disagrees with q": (dict(kv=np.zeros((5, 4, 64), np.float32)), "must agree"),
-    "kv of another dtype": (dict(kv=np.zeros((6, 4, 64), np.float16)), "cast the new rows"),
-    "heads do not divide": (dict(q=np.zeros((6, 3, 64), np.float32)), "multiple of K"),
+    "keys disagree with queries": (dict(k=np.zeros((5, 2, 64), np.float32)), "must agree"),
+    "a pool of other heads": (dict(kv_pool=np.zeros((2, 3, 16, 2, 64))), "pool_shape"),
+    "heads do not divide": (dict(q=np.zeros((6, 3, 64), np.float32)), "use a multiple of it"),
     "flat page_indices": (dict(page_indices=np.zeros(8, np.int32)), "page_indices"),
     "64-bit kv_lens": (dict(kv_lens=np.zeros(2, np.int16)), "use int32"),
     "short cu_q_lens": (dict(cu_q_lens=np.zeros(2, np.int32)), "cu_q_lens"),
@@ -252,22 +268,13 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_contradicting_arguments_are_refused_with_the_remedy(name):
-    step = build(Case(rows=((5, 1), (6, 5)), padding_tokens=0, padding_rows=0))
+    case = Case(rows=((5, 1), (6, 5)), padding_tokens=0, padding_rows=0)
+    step = build(case)
     call = dict(
-        q=step.q, kv=step.kv, kv_pool=step.kv_pool, layer=0, kv_lens=step.kv_lens,
+        q=step.q, k=step.k, v=step.v, kv_pool=pool_of(case, step), layer=0, kv_lens=step.kv_lens,
         page_indices=step.page_indices, cu_q_lens=step.cu_q_lens, distribution=step.distribution,
         scale=1.0, sliding_window=0, backend=Backend.XLA,
     )  # fmt: skip
     change, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message):
         ragged_paged_attention(**{**call, **change})
-
-
-@pytest.mark.parametrize("backend", [Backend.MOSAIC_TPU, Backend.MOSAIC_GPU])
-def test_a_backend_that_is_not_built_is_refused_by_name(backend):
-    step = build(Case(rows=((5, 1),)))
-    with pytest.raises(NotImplementedError, match=backend.name):
-        ragged_paged_attention(
-            step.q, step.kv, step.kv_pool, 0, *step.arrays,
-            scale=1.0, sliding_window=0, backend=backend,
-        )  # fmt: skip

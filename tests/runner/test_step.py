@@ -9,7 +9,7 @@ import pytest
 
 from jserve.models.head_layout import head_layout
 from jserve.runner.compile import compile_steps
-from jserve.runner.kv_cache import make_pool
+from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState, unpack
@@ -38,7 +38,7 @@ MIXED = Bucket(16, SLOTS, False)
 
 def state_of(config, num_pages=LIMITS.num_pages):
     mesh = make_mesh(1)
-    layout = head_layout(config)
+    layout = layout_of(Backend.XLA, config, head_layout(config), jnp.float32)
     pool = make_pool(config, layout, jnp.float32, num_pages, PAGE_SIZE, mesh)
     return StepState(pool, jnp.zeros(SLOTS + 1, jnp.int32))
 
