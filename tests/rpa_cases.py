@@ -1,8 +1,9 @@
-"""Named ragged-paged-attention workloads and a float64 oracle. Knows numpy, and how
-a backend lays out its pool.
+"""Named ragged-paged-attention workloads and a float64 oracle. Knows numpy and how a backend lays
+out its pool.
 
-Shared by tests, benchmarks and tuners. The oracle never sees pages: it attends over each row's
-dense keys and values, so a mistake in paging cannot cancel out.
+Shared by the tests of all backends: CASES for those that run at a fair speed, TINY_CASES for slow
+interpreters. The oracle never sees pages: it attends over each row's dense keys and values, so a
+mistake in paging cannot cancel out.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from pallas_kernels.kv_layout import PoolLayout
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 KV_DTYPES = {**DTYPES, "int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
-# Largest absolute error by the dtype of the queries; outputs are about 1. A quantised pool adds
-# nothing, as the oracle reads the same quantised numbers.
+# Largest absolute error, by the dtype of the queries; outputs are up to about 4.
+# float32: scores sum at most 256 products and outputs at most 8k, in any order and with an exp good
+#   to some units in the last place (2**-24): a few 1e-6.
+# bfloat16: scaled queries, weights and outputs are rounded to 2**-9 of themselves. The output's is
+#   the largest, up to 4 * 2**-9 = 8e-3; the others average out over head_dim and keys.
+# A quantised pool adds nothing: the oracle reads the same quantised numbers, and all of int8 and
+# float8_e4m3fn is exact in bfloat16.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 _LIMIT = {"int8": 127, "float8_e4m3fn": 448}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step. `rows` is (kv_len, q_len) per row: those with q_len 1 first, padding rows last."""
+    """One step. `rows` is (kv_len, q_len) per row, without the padding rows that follow them."""
 
     rows: tuple[tuple[int, int], ...]
     num_heads: int = 4
@@ -38,6 +44,8 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str | None = None  # None: dtype
     sinks: bool = False
+    # (decode_end, prefill_end); None: rows of one token as long as they last, and all others
+    distribution: tuple[int, int] | None = None
     padding_tokens: int = 3
     padding_rows: int = 1
     spare_pages: int = 2  # pages of the pool that no row uses
@@ -118,7 +126,8 @@ def build(case: Case) -> Step:
         dense.append(values * case.kv_scales.T[..., None])
         taken, token = taken + pages[s], token + q_len
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens), [sum(q_lens)] * case.padding_rows])
-    decode_end = next((s for s, n in enumerate(q_lens) if n != 1), len(q_lens))
+    ones = next((s for s, n in enumerate(q_lens) if n != 1), len(q_lens))
+    decode_end, prefill_end = case.distribution or (ones, len(q_lens))
     kv_lens = [kv_len for kv_len, _ in case.rows] + [0] * case.padding_rows
     assert kv_pool.dtype == kv_dtype
     return Step(
@@ -130,7 +139,7 @@ def build(case: Case) -> Step:
         kv_lens=np.asarray(kv_lens, np.int32),
         page_indices=page_indices,
         cu_q_lens=cu_q_lens.astype(np.int32),
-        distribution=np.asarray([decode_end, len(q_lens), len(q_lens)], np.int32),
+        distribution=np.asarray([decode_end, prefill_end, len(q_lens)], np.int32),
         dense=dense,
     )
 
@@ -154,8 +163,8 @@ def bucketed(case: Case) -> Case:
     return replace(
         case,
         padding_tokens=padding(sum(q_len for _, q_len in case.rows), 80, 400),
-        padding_rows=padding(len(case.rows), 10, 70),
-        spare_pages=padding(sum(pages), 40, 400),
+        padding_rows=padding(len(case.rows), 10, 70, 130),
+        spare_pages=padding(sum(pages), 40, 400, 1100),
         spare_columns=padding(max(pages), 20, 130),
     )
 
@@ -213,37 +222,66 @@ def _decode(*kv_lens: int, **settings) -> Case:
     return Case(rows=tuple((n, 1) for n in kv_lens), **settings)
 
 
+def _mixed(**settings) -> Case:
+    return Case(rows=((40, 1), (9, 1), (200, 64), (30, 30)), **settings)
+
+
+def _tiny(*rows: tuple[int, int], **settings) -> Case:
+    """At most 4 pages of 16 tokens in a row, few rows and tokens."""
+    return Case(rows=rows, spare_pages=1, spare_columns=1, padding_tokens=1, **settings)
+
+
 CASES = {
     "decode_one_row": _decode(37),
     "decode_one_token_of_context": _decode(1),
     "decode_ragged": _decode(5, 130, 16, 77, 300),
     "decode_page_edges": _decode(15, 16, 17, 31, 32, 33),
     "decode_block_edges": _decode(63, 64, 65, 127, 128, 129),
-    "decode_many_rows": _decode(*(1 + 7 * i % 90 for i in range(64))),
+    "decode_64_rows": _decode(*(1 + 7 * i % 90 for i in range(64))),
+    "decode_128_rows": _decode(*(1 + 11 * i % 120 for i in range(128))),
     "decode_many_padding_rows": _decode(40, 50, padding_rows=30, padding_tokens=30),
-    "decode_long": _decode(2048, 3, 1999, head_dim=64, num_heads=9, num_kv_heads=3),
+    "decode_2k": _decode(2048, 3, 1999, num_heads=9, num_kv_heads=3),
+    "decode_8k": _decode(8192, 1, 8191, num_heads=2, num_kv_heads=1, page_size=64),
     "decode_full_pool": _decode(64, 48, 80, spare_pages=0, spare_columns=0),
     "decode_window_shorter": _decode(300, 40, 129, sliding_window=33),
     "decode_window_longer": _decode(30, 40, 129, sliding_window=512),
     "decode_window_of_one": _decode(30, 40, sliding_window=1),
     "decode_soft_cap": _decode(100, 40, soft_cap=2.0),
+    "decode_sinks": _decode(1, 17, 130, sinks=True),
+    "decode_int8": _decode(1, 17, 130, kv_dtype="int8"),
+    "decode_float8": _decode(1, 17, 130, kv_dtype="float8_e4m3fn"),
     "prefill_whole_prompt": Case(rows=((50, 50),)),
-    "prefill_one_token_prompt": Case(rows=((1, 1),)),
+    "prefill_one_token_prompt": Case(rows=((1, 1),), distribution=(0, 1)),
     "prefill_chunk_of_long": Case(rows=((700, 70),)),
     "prefill_two_chunks": Case(rows=((300, 130), (90, 5))),
     "prefill_page_edges": Case(rows=((15, 15), (16, 16), (17, 17), (33, 2))),
     "prefill_tile_edges": Case(rows=((127, 127), (128, 128), (129, 129))),
     "prefill_window_shorter": Case(rows=((400, 200),), sliding_window=50),
     "prefill_window_longer": Case(rows=((100, 60),), sliding_window=500),
+    "prefill_window_of_one": Case(rows=((100, 60),), sliding_window=1),
     "prefill_soft_cap": Case(rows=((100, 60),), soft_cap=3.0),
     "prefill_2k": Case(rows=((2048, 256),), num_heads=2, num_kv_heads=1),
+    "prefill_8k": Case(rows=((8192, 70),), num_heads=2, num_kv_heads=1, page_size=64),
     "prefill_no_padding": Case(rows=((50, 50), (20, 14)), padding_rows=0, padding_tokens=0),
-    "mixed": Case(rows=((40, 1), (9, 1), (200, 64), (30, 30))),
-    "mixed_window_soft_cap": Case(rows=((140, 1), (200, 64)), sliding_window=40, soft_cap=5.0),
+    "prefill_full_pool": Case(rows=((64, 64), (80, 20)), spare_pages=0, spare_columns=0),
+    "mixed": _mixed(),
+    "mixed_window_soft_cap": _mixed(sliding_window=40, soft_cap=5.0),
+    "mixed_sinks": _mixed(sinks=True, sliding_window=20),
+    "mixed_bfloat16": _mixed(dtype="bfloat16", sinks=True, sliding_window=20),
+    "mixed_bfloat16_pool": _mixed(kv_dtype="bfloat16"),
+    "mixed_int8": _mixed(kv_dtype="int8"),
+    "mixed_int8_bfloat16": _mixed(kv_dtype="int8", dtype="bfloat16"),
+    "mixed_float8": _mixed(kv_dtype="float8_e4m3fn"),
+    "mixed_float8_bfloat16": _mixed(kv_dtype="float8_e4m3fn", dtype="bfloat16"),
+    "mixed_empty_rows": Case(rows=((37, 1), (0, 0), (50, 20), (44, 0), (0, 0), (9, 1), (3, 3))),
+    "mixed_rows_of_any_length": Case(
+        rows=((37, 1), (60, 20), (21, 1), (33, 1), (0, 0), (40, 30)), distribution=(1, 3)
+    ),
     "mixed_many_rows": Case(
         rows=(*((1 + 13 * i % 200, 1) for i in range(40)), (140, 100), (64, 3), (5, 2))
     ),
     "mixed_more_rows_than_tokens": Case(rows=((40, 1), (3, 3)), padding_rows=20),
+    "mixed_nothing_live": Case(rows=((0, 0), (0, 0))),
     "smollm2": Case(rows=((90, 1), (33, 1), (100, 40)), num_heads=9, num_kv_heads=3),
     "gemma3_270m": Case(
         rows=((600, 1), (33, 1), (600, 40)),
@@ -252,4 +290,27 @@ CASES = {
         head_dim=256,
         sliding_window=512,
     ),
+}
+
+TINY_CASES = {
+    "decode": _tiny((37, 1), (1, 1), (17, 1)),
+    "decode_page_edges": _tiny((15, 1), (16, 1), (33, 1)),
+    "decode_window": _tiny((50, 1), (9, 1), sliding_window=18),
+    "decode_soft_cap": _tiny((37, 1), (16, 1), soft_cap=2.0),
+    "decode_sinks": _tiny((37, 1), (1, 1), sinks=True),
+    "decode_full_pool": Case(
+        rows=((32, 1), (16, 1)), spare_pages=0, spare_columns=0, padding_rows=0, padding_tokens=0
+    ),
+    "prefill_whole_prompt": _tiny((18, 18)),
+    "prefill_chunk": _tiny((50, 15)),
+    "prefill_page_edges": _tiny((16, 16), (33, 2), (1, 1), distribution=(0, 3)),
+    "prefill_window": _tiny((50, 15), sliding_window=18),
+    "prefill_soft_cap": _tiny((40, 9), soft_cap=2.0),
+    "prefill_sinks": _tiny((40, 9), sinks=True),
+    "mixed": _tiny((37, 1), (50, 15)),
+    "mixed_empty_row": _tiny((37, 1), (0, 0), (18, 5)),
+    "mixed_any_length": _tiny((37, 1), (18, 5), (20, 1), distribution=(1, 2)),
+    "mixed_bfloat16": _tiny((37, 1), (50, 15), dtype="bfloat16", sinks=True, sliding_window=18),
+    "mixed_int8": _tiny((37, 1), (50, 15), dtype="bfloat16", kv_dtype="int8"),
+    "mixed_float8": _tiny((37, 1), (50, 15), dtype="bfloat16", kv_dtype="float8_e4m3fn"),
 }
