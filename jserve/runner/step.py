@@ -110,6 +110,7 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
             sliding_window=sliding_window,
             soft_cap=model.attn_soft_cap,
             backend=options.backend,
+            device_kind=mesh.devices.flat[0].device_kind,
             decode_only=bucket.decode_only,
         )
 

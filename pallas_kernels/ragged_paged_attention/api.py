@@ -5,14 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.kv_layout import PoolLayout, pool_layout
 from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.config import AttentionShape, Config, xla_config
+from pallas_kernels.ragged_paged_attention.config import AttentionShape, Config
 from pallas_kernels.ragged_paged_attention.kv_write import quantised
+from pallas_kernels.ragged_paged_attention.tuning import config_for
 
 MAX_GROUP = 16  # query heads per KV head that the tests cover
 
@@ -36,6 +38,7 @@ def ragged_paged_attention(
     v_scale: float | Float[Array, ""] | Float[Array, " K"] = 1.0,
     config: Config | None = None,
     backend: Backend,
+    device_kind: str | None = None,
     decode_only: bool = False,
     interpret: Any = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "L P p R W"]]:
@@ -67,8 +70,9 @@ def ragged_paged_attention(
         (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453).
       k_scale, v_scale: what a quantised pool's numbers are multiplied by, for all heads or per KV
         head; may be traced. A pool in a float format that is as wide as k takes 1.
-      config: block sizes, of the backend's own class; None takes the backend's choice.
+      config: block sizes, of the backend's own class; None takes `tuning.config_for`'s.
       backend: from `dispatch.backend_for`.
+      device_kind: what block sizes are chosen for; None takes the default device's kind.
       decode_only: static promise that T == S and that every row has at most one token, at the
         index of its row; the prefill code is then left out of the program.
       interpret: runs a Mosaic kernel on a CPU: True (TPU only), or the backend's InterpretParams.
@@ -91,7 +95,7 @@ def ragged_paged_attention(
         raise ValueError(f"{soft_cap=} must be above 0, or None for no cap")
     shape = attention_shape(q, kv_pool, page_indices, layout)
     if config is None:
-        config = xla_config(shape)
+        config = config_for(backend, shape, device_kind or jax.devices()[0].device_kind)
 
     # All that is per head happens here, once for all backends: they see scaled queries, quantised
     # rows of the pool's own layout, and heads in groups.
