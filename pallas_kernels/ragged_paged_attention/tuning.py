@@ -39,7 +39,7 @@ class Tuned:
     phase: str
     size: int
     shape: dict[str, int | str]
-    blocks: dict[str, int]
+    blocks: dict[str, Any]
     jax: str
     date: str
     figures: dict[str, Any]
