@@ -32,7 +32,7 @@ def attend(
         )  # fmt: skip
         return out[:num_tokens], kv_pool
     kv_pool = scatter(rows, kv_pool, layer, kv_lens, page_indices, cu_q_lens)
-    common = dict(scale=1.0, window=window, soft_cap=soft_cap)
+    common = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     shape, q = q.shape, q.reshape(num_tokens, -1, q.shape[3])
 
     # Decode rows come first and have one token each: row s is token s.

@@ -19,11 +19,11 @@ _EXACT = lax.Precision.HIGHEST
 _barrier = lax.optimization_barrier  # keeps small index or mask work out of the large fusions
 
 
-def decode(q, kv_pool, layer, kv_lens, page_indices, *, scale, window, soft_cap, num_items):
+def decode(q, kv_pool, layer, kv_lens, page_indices, *, window, soft_cap, sinks, num_items):
     """Attends one query per row. q `[S, N, H]` -> f32 `[S, N, H]`; rows with kv_len 0 give zero.
 
-    kv_lens i32[S]; page_indices i32[S, J]; `window` i32 scalar, 0 for all; `num_items` is W, the
-    static number of work items in one iteration.
+    kv_lens i32[S]; page_indices i32[S, J]; `window` i32 scalar, 0 for all; sinks f32[K, G] or None;
+    `num_items` is W, the static number of work items in one iteration.
     """
     num_rows, num_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads = kv_pool.shape[1], kv_pool.shape[2], kv_pool.shape[3] // 2
@@ -32,8 +32,7 @@ def decode(q, kv_pool, layer, kv_lens, page_indices, *, scale, window, soft_cap,
     blocks_per_page = page_size // block
     blocks = kv_pool.reshape(-1, block, num_kv_heads, 2 * head_dim)  # [L*P*p/block, b, K, 2H]
     # Heads are in (g, k) order in here: all K of a block are then read in one sweep.
-    queries = q.astype(jnp.float32) * scale
-    queries = queries.reshape(num_rows, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    queries = q.astype(jnp.float32).reshape(num_rows, num_kv_heads, group, head_dim).swapaxes(1, 2)
 
     first = jnp.where(window > 0, jnp.maximum(kv_lens - window, 0), 0)
     counts = -(-kv_lens // block) - first // block
@@ -78,8 +77,10 @@ def decode(q, kv_pool, layer, kv_lens, page_indices, *, scale, window, soft_cap,
         return item + num_items, new_best, total, acc
 
     shape = (num_rows, num_heads)
-    zeros = jnp.zeros(shape, jnp.float32)
-    state = (0, jnp.full(shape, _MASKED), zeros, jnp.zeros((*shape, head_dim), jnp.float32))
+    best, total = jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32)
+    if sinks is not None:  # a sink is a token met already, whose value is zero
+        best, total = jnp.maximum(best, sinks.T.reshape(-1)), total + 1
+    state = (0, best, total, jnp.zeros((*shape, head_dim), jnp.float32))
     _, _, total, acc = lax.while_loop(lambda state: state[0] < ends[-1], body, state)
     out = acc / jnp.where(total == 0, 1, total)[..., None]
     out = out.reshape(num_rows, group, num_kv_heads, head_dim).swapaxes(1, 2)

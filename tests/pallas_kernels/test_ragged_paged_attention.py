@@ -74,7 +74,12 @@ def check(case: Case, **settings):
     np.testing.assert_array_equal(pool[:, 1:], written_pool(case, step)[:, 1:])
 
 
-EXACT_SHAPES = ("decode_full_pool", "prefill_no_padding", "mixed_more_rows_than_tokens")
+EXACT_SHAPES = (
+    "decode_full_pool",
+    "prefill_full_pool",
+    "prefill_no_padding",
+    "mixed_more_rows_than_tokens",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
