@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.devices import device_spec
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -103,3 +105,41 @@ def xla_config(shape: AttentionShape) -> XlaConfig:
         prefill_tile=min(128, -(-shape.num_tokens // 8) * 8),
         prefill_block=max(128, shape.page_size),
     )
+
+
+def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:
+    """Returns block sizes for the GPU kernels, by budgets and not measured.
+
+    Decode: thread blocks for three times the multiprocessors; as many KV blocks in flight as let
+    three thread blocks share a multiprocessor, or fewer thread blocks where two would not fit.
+
+    Raises:
+      ValueError: `device_kind` is unknown.
+    """
+    spec = device_spec(device_kind)
+    per_split = shape.num_rows * shape.num_kv_heads
+    most_splits = shape.pages_per_row * shape.page_size // 128  # two KV blocks of 64 each
+    # A multiprocessor has 1 KiB more than one thread block can have, and keeps 1 KiB for each.
+    budgets = ((spec.on_chip_bytes + 1024) // sharing - 1024 for sharing in (3, 2, 1))
+    fitting = (
+        stages
+        for budget in budgets
+        for stages in (4, 3, 2)
+        if gpu_decode_bytes(shape, stages) <= budget
+    )
+    return GpuConfig(
+        decode_splits=max(1, min(-(-3 * spec.num_cores // per_split), most_splits, 64)),
+        decode_stages=next(fitting),
+        prefill_stages=2,
+        prefill_block=128 if shape.width <= 128 else 64,
+    )
+
+
+def gpu_decode_bytes(shape: AttentionShape, stages: int) -> int:
+    """Returns the shared memory that a thread block of the decode kernel takes."""
+    block, group = 64, -(-shape.group // 8) * 8
+    pages = stages * 2 * block * shape.width * shape.kv_bytes
+    widened = block * shape.width * 2 if shape.kv_bytes == 1 else 0
+    queries, weights = group * shape.width * 2, group * block * 2
+    barriers, reduction = 8 * (1 + 2 * stages), 2048
+    return queries + weights + pages + widened + barriers + reduction
