@@ -49,19 +49,19 @@ _OUT = flags.DEFINE_string("out", str(tuning.TUNED), "folder of the tuned files"
 
 def groups() -> Iterator[tuple[str, list[Workload]]]:
     """Yields the workloads of one size of one phase, which differ in their contexts only."""
-    dtypes = {"dtype": _DTYPE.value, "kv_dtype": _KV_DTYPE.value}
+    settings = {"dtype": _DTYPE.value, "kv_dtype": _KV_DTYPE.value}
+    contexts = [int(n) for n in _CONTEXTS.value]
     for name in _HEADS.value:
         for page_size in map(int, _PAGE_SIZES.value):
             for phase in _PHASES.value:
                 make = {"decode": decode, "prefill": prefill}[phase]
                 for size in map(int, _ROWS.value if phase == "decode" else _CHUNKS.value):
-                    yield (
-                        f"{name}, page size {page_size}, {phase} {size}",
-                        [
-                            make(HEADS[name], size, int(n), page_size, **dtypes)
-                            for n in _CONTEXTS.value
-                        ],
-                    )
+                    longest = max(contexts) + size
+                    workloads = [
+                        make(HEADS[name], size, n, page_size, max_model_len=longest, **settings)
+                        for n in contexts
+                    ]
+                    yield f"{name}, page size {page_size}, {phase} {size}", workloads
 
 
 def tune(backend: Backend, device_kind: str) -> None:

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.ragged_paged_attention.config import AttentionShape, Config, xla_config
+from pallas_kernels.ragged_paged_attention.config import (
+    AttentionShape,
+    Config,
+    gpu_config,
+    xla_config,
+)
 
 log = logging.getLogger(__name__)
 OP = "ragged_paged_attention"
@@ -60,6 +65,8 @@ def path_of(device_kind: str, folder: Path = TUNED) -> Path:
 
 def heuristic(backend: Backend, shape: AttentionShape, device_kind: str) -> Config:
     """Returns what `backend` chooses without measurements."""
+    if backend is Backend.MOSAIC_GPU:
+        return gpu_config(shape, device_kind)
     assert backend is Backend.XLA, backend
     return xla_config(shape)
 

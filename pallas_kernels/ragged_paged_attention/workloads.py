@@ -46,11 +46,15 @@ HEADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One step: `rows` of (kv_len, q_len), all of one token (decode) or a chunk (prefill)."""
+    """One step: `rows` of (kv_len, q_len), all of one token (decode) or a chunk (prefill).
+
+    `max_model_len` is the width of the page table in tokens; 0 takes the longest row.
+    """
 
     heads: Heads
     rows: tuple[tuple[int, int], ...]
     page_size: int
+    max_model_len: int = 0
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
 
@@ -73,6 +77,10 @@ class Workload:
     def pages_of_rows(self) -> list[int]:
         return [-(-kv_len // self.page_size) for kv_len, _ in self.rows]
 
+    @property
+    def pages_per_row(self) -> int:
+        return max(*self.pages_of_rows, -(-self.max_model_len // self.page_size))
+
     def layout(self, backend: Backend) -> PoolLayout:
         heads = self.heads
         return pool_layout(backend, heads.num_kv_heads, heads.head_dim, self.kv_dtype)
@@ -85,7 +93,7 @@ class Workload:
         heads = self.heads
         q = jax.ShapeDtypeStruct((self.num_tokens, heads.num_heads, heads.head_dim), self.dtype)
         pool = jax.ShapeDtypeStruct(self.pool_shape(backend, 1), self.kv_dtype)
-        table = jax.ShapeDtypeStruct((len(self.rows), max(self.pages_of_rows)), np.int32)
+        table = jax.ShapeDtypeStruct((len(self.rows), self.pages_per_row), np.int32)
         return attention_shape(q, pool, table, self.layout(backend))
 
     def work(self, backend: Backend) -> Work:
@@ -95,13 +103,14 @@ class Workload:
         return self.work(backend).seconds(spec)
 
 
-def decode(heads: Heads, num_rows: int, kv_len: int, page_size: int, **dtypes: str) -> Workload:
+def decode(heads: Heads, num_rows: int, kv_len: int, page_size: int, **settings: Any) -> Workload:
     rows = ((kv_len, 1),) * num_rows
-    return Workload(heads=heads, rows=rows, page_size=page_size, **dtypes)
+    return Workload(heads=heads, rows=rows, page_size=page_size, **settings)
 
 
-def prefill(heads: Heads, chunk: int, before: int, page_size: int, **dtypes: str) -> Workload:
-    return Workload(heads=heads, rows=((before + chunk, chunk),), page_size=page_size, **dtypes)
+def prefill(heads: Heads, chunk: int, before: int, page_size: int, **settings: Any) -> Workload:
+    rows = ((before + chunk, chunk),)
+    return Workload(heads=heads, rows=rows, page_size=page_size, **settings)
 
 
 class Step(NamedTuple):
@@ -119,7 +128,7 @@ def make_step(workload: Workload, backend: Backend, num_layers: int) -> Step:
     heads, pages = workload.heads, workload.pages_of_rows
     num_rows, q_lens = len(workload.rows), [q_len for _, q_len in workload.rows]
     order = 1 + np.random.default_rng(0).permutation(sum(pages))
-    page_indices = np.zeros((num_rows, max(pages)), np.int32)
+    page_indices = np.zeros((num_rows, workload.pages_per_row), np.int32)
     for s, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
         page_indices[s, :count] = order[end - count : end]
     decode_end = num_rows if workload.phase == "decode" else 0

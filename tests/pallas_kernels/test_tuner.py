@@ -125,7 +125,8 @@ def test_block_sizes_that_change_the_results_are_refused(monkeypatch):
 def test_a_workload_counts_its_own_tokens_in_its_context():
     assert decode(HEADS, 2, 100, 16).rows == ((100, 1), (100, 1))
     assert prefill(HEADS, 8, 92, 16).rows == ((100, 8),)
-    step = make_step(prefill(HEADS, 8, 92, 16), Backend.XLA, num_layers=3)
+    step = make_step(prefill(HEADS, 8, 92, 16, max_model_len=320), Backend.XLA, num_layers=3)
+    assert step.rows[1].shape == (1, 20)
     assert step.pool.shape == (3, 8, 16, 4, 32)
     assert [array.tolist() for array in step.rows[2:]] == [[0, 8], [0, 1, 1]]
 
