@@ -35,7 +35,8 @@ def assemble(
     if name in ("qkv", "qkv_bias"):
         _fill_heads(out, tensors, layout, config.head_dim)
     elif name == "o":
-        _fill_output(out, tensors[0], layout)
+        heads = out.reshape(len(out), layout.num_kv_heads, layout.group_size, config.head_dim)
+        _fill_output(heads, tensors[0], layout)
     elif name in ("gate_up", "gate_up_bias"):
         for part, tensor in zip(out, tensors, strict=True):
             _fill(part, tensor)

@@ -289,6 +289,4 @@ def _unfused(
         return ((array[:, :G], 3), (array[:, G], 2), (array[:, G + 1], 2))[index]
     if leaf in ("gate_up", "gate_up_bias"):
         return array[index], 1
-    if leaf == "o":
-        return array.reshape(len(array), -1), 1
     return (array - np.float32(config.norm_offset) if is_norm(leaf) else array), 1

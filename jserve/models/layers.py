@@ -62,20 +62,19 @@ def declare_params(
 
 
 def linear(
-    w: Float[Array, "*out *in"], x: Float[Array, "*in T"], dtype: DTypeLike | None = None
+    w: Float[Array, "*out in"], x: Float[Array, "in T"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*out T"]:
     """Returns w @ x, summed in float32, in `dtype` or else the dtype of x.
 
     The weight is the left operand because a CPU's matmul packs its right operand at every call:
     here the few activations, not the whole weight. That needs activations to be feature-major, as
-    XLA folds (w @ x.T).T back into x @ w.T. The axes of w are left as they are, not merged,
-    so that any of them may be sharded; XLA itself makes it one plain 2-D product.
+    XLA folds (w @ x.T).T back into x @ w.T. TPUs and GPUs take either form in place. The axes of
+    the output are left as they are, so that any may be sharded; XLA itself makes it one product.
     """
-    num_in = x.ndim - 1
     out = jax.lax.dot_general(
         w,
         x,
-        ((tuple(range(w.ndim - num_in, w.ndim)), tuple(range(num_in))), ((), ())),
+        (((w.ndim - 1,), (0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,  # float32 means that on accelerators too
         preferred_element_type=jnp.float32,
     )
@@ -131,9 +130,7 @@ class DecoderLayer(nn.Module):
         self, x: Float[Array, "D T"], attended: Float[Array, "T N H"]
     ) -> Float[Array, "D T"]:
         """Returns the residual stream after this layer, given attention's output."""
-        K, G = self.layout.num_kv_heads, self.layout.group_size
-        T, _, H = attended.shape
-        delta = self._linear(attended.reshape(T, K, G, H).transpose(1, 2, 3, 0), "o")
+        delta = self._linear(attended.reshape(attended.shape[0], -1).T, "o")
         x = x + self._norm(delta, "post_attn_norm")
         delta = self._mlp(self._norm(x, "mlp_norm"))
         return x + self._norm(delta, "post_mlp_norm")
@@ -144,7 +141,7 @@ class DecoderLayer(nn.Module):
             return x
         return rms_norm(x, self.weights[name], self.config.rms_norm_eps).astype(x.dtype)
 
-    def _linear(self, x: Float[Array, "*in T"], name: str) -> Float[Array, "*out T"]:
+    def _linear(self, x: Float[Array, "in T"], name: str) -> Float[Array, "*out T"]:
         out = linear(self.weights[name], x)
         bias = self.weights.get(f"{name}_bias")
         return out if bias is None else out + bias[..., None]

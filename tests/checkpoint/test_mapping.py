@@ -48,7 +48,7 @@ def test_every_tensor_of_an_untied_llama_lands_in_its_place(tmp_path):
                 q = of["self_attn.q_proj.weight"][rows]
                 np.testing.assert_array_equal(layer["qkv"][kv_head, g], q)
                 o = of["self_attn.o_proj.weight"][:, rows]
-                np.testing.assert_array_equal(layer["o"][:, kv_head, g], o)
+                np.testing.assert_array_equal(layer["o"][:, rows], o)
             rows = slice(kv_head * H, (kv_head + 1) * H)
             k, v = of["self_attn.k_proj.weight"][rows], of["self_attn.v_proj.weight"][rows]
             np.testing.assert_array_equal(layer["qkv"][kv_head, 2], k)
@@ -127,6 +127,7 @@ def test_heads_that_do_not_divide_are_copied_or_padded(
     params, _, layout = load(write_folder(tmp_path, hf, tensors), tensor_parallel_size)
     assert (layout.num_kv_heads, layout.group_size) == laid_out
     layer, prefix = params["layers"][0], "model.layers.0.self_attn."
+    laid_out_o = layer["o"].reshape(-1, *laid_out, H)
     q = tensors[f"{prefix}q_proj.weight"].reshape(num_heads, H, -1)
     k = tensors[f"{prefix}k_proj.weight"].reshape(num_kv_heads, H, -1)
     o = tensors[f"{prefix}o_proj.weight"].reshape(-1, num_heads, H)
@@ -138,7 +139,7 @@ def test_heads_that_do_not_divide_are_copied_or_padded(
         for column, head in enumerate(query_heads):
             is_zero = head == ZERO_HEAD
             np.testing.assert_array_equal(layer["qkv"][row, column], 0 if is_zero else q[head])
-            np.testing.assert_array_equal(layer["o"][:, row, column], 0 if is_zero else o[:, head])
+            np.testing.assert_array_equal(laid_out_o[:, row, column], 0 if is_zero else o[:, head])
             if not is_zero:
                 seen.append(head)
                 assert head // (num_heads // num_kv_heads) == kv_head
