@@ -1,7 +1,9 @@
-"""Times ragged paged attention per layer, decode and prefill, against a plain gather.
+"""Times ragged paged attention per layer: decode against a plain gather, prefill, growth.
 
     python scripts/bench_attention.py --suite=decode --model=smollm2 --page_sizes=16,32
+    python scripts/bench_attention.py --suite=growth --num_layers=4
 
+`growth` prints a table in Markdown of how time follows live context and max_model_len.
 Every number is for one layer inside a loop over `--num_layers` layers of one donated pool, so keys
 and values come from memory as they do in a model's step. `cpu` is processor time of all threads:
 on a busy machine it is the steadier one.
@@ -22,7 +24,7 @@ from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.kv_layout import pool_layout, pool_shape
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
-_SUITE = flags.DEFINE_enum("suite", "all", ["all", "decode", "prefill"], "what to time")
+_SUITE = flags.DEFINE_enum("suite", "all", ["all", "decode", "prefill", "growth"], "what to time")
 _MODEL = flags.DEFINE_enum("model", "smollm2", ["smollm2", "gemma3-270m"], "head shapes")
 _PAGE_SIZES = flags.DEFINE_list("page_sizes", ["16"], "tokens per page, one or more")
 _ROWS = flags.DEFINE_list("rows", ["1", "4", "16", "32"], "decode rows")
@@ -53,14 +55,17 @@ class Timing(NamedTuple):
     cpu: float
 
 
-def make_step(heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int]):
+def make_step(
+    heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int], max_model_len: int = 0
+):
     """Returns the arguments of a step whose rows lie in randomly permuted pages."""
+    max_model_len = max_model_len or _MAX_MODEL_LEN.value
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(_DTYPE.value)
     num_tokens, num_rows = sum(q_lens), len(kv_lens)
     pages = [-(-n // page_size) for n in kv_lens]
     order = 1 + rng.permutation(sum(pages))
-    page_indices = np.zeros((num_rows, _MAX_MODEL_LEN.value // page_size), np.int32)
+    page_indices = np.zeros((num_rows, max_model_len // page_size), np.int32)
     for s, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
         page_indices[s, :count] = order[end - count : end]
     layout = pool_layout(Backend.XLA, heads.num_kv_heads, heads.head_dim, dtype)
@@ -194,6 +199,25 @@ def bench_prefill(heads: Heads, page_size: int) -> None:
             )
 
 
+def bench_growth(heads: Heads, page_size: int) -> None:
+    """One line per live context; a column per kind of step and max_model_len."""
+    contexts, chunk = [256, 512, 1024, 2048, 4096, 8192], 256
+    kinds = {"decode, 1 row": 1, "decode, 16 rows": 16, f"prefill of {chunk}": 0}
+    columns = [(kind, longest) for kind in kinds for longest in (8192, 32768)]
+    print(f"\n{_MODEL.value}, {_DTYPE.value}, page_size {page_size}: us per layer, best (median)\n")
+    print("| live context |", *(f"{kind}, {longest >> 10}k |" for kind, longest in columns))
+    print("|---:|" + "---:|" * len(columns))
+    for context in contexts:
+        print(f"| {context} |", end="", flush=True)
+        for kind, longest in columns:
+            rows = kinds[kind]
+            kv_lens, q_lens = ([context] * rows, [1] * rows) if rows else ([context], [chunk])
+            step = make_step(heads, page_size, kv_lens, q_lens, longest)
+            t = measure(paged(heads, decode_only=rows > 0), step)
+            print(f" {t.best:.0f} ({t.median:.0f}) |", end="", flush=True)
+        print()
+
+
 def main(argv: list[str]) -> None:
     del argv
     heads = MODELS[_MODEL.value]
@@ -202,6 +226,8 @@ def main(argv: list[str]) -> None:
             bench_decode(heads, page_size)
         if _SUITE.value in ("all", "prefill"):
             bench_prefill(heads, page_size)
+        if _SUITE.value == "growth":
+            bench_growth(heads, page_size)
 
 
 if __name__ == "__main__":
