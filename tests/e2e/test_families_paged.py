@@ -1,7 +1,8 @@
 """Every family through the real paged step: the logits of all positions are those of transformers,
 whatever the chunks, the page size, the loop over layers and the prefix cache.
 
-Rows of public fault reports: O79 (sliding window, across its edge, chunked and from the cache).
+Rows of public fault reports: O79 (sliding window, across its edge, chunked and from the cache),
+O104 (queries and keys of different lengths).
 """
 
 from __future__ import annotations
@@ -107,6 +108,17 @@ def test_windows_look_back_into_cached_pages(name, chunk):  # O79
             assert rest.max() < TOLERANCE
             if num_prompt >= s.num_prompt:  # what follows is greedy in the reference too
                 assert answer.token_ids == s.ids.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_O104_a_prompt_has_the_same_logits_in_chunks_as_in_one_step(name, chunk):
+    [(model, _)] = paged_models(name, 8, "switched")
+    prompt = np.random.default_rng(104).integers(0, model.config.vocab_size, 90)
+    [whole] = model.run(model.scheduler(MAX_TOKENS), [prompt], [1])
+    [parts] = model.run(model.scheduler(chunk), [prompt], [1])
+    assert parts.token_ids == whole.token_ids
+    assert np.abs(parts.logits - whole.logits).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
