@@ -32,8 +32,9 @@ from jserve.runner.compile import (
 )
 from jserve.runner.kv_cache import choose_num_pages, layout_of, make_pool, page_size_for
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
+from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner
-from jserve.runner.step import StepOptions, StepState
+from jserve.runner.step import StepOptions, StepState, why_unsupported
 from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -90,6 +91,10 @@ def build_engine(config: EngineConfig) -> Engine:
     _log_memory(params, state, limits)
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
     options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
+    for bucket in buckets:
+        reason = why_unsupported(options, layout, bucket, limits.page_size, dtype)
+        if reason:
+            raise ConfigError(f"{bucket.num_tokens} tokens in {bucket.num_rows} rows: {reason}")
     steps = compile_steps(options, buckets, params, state)
     scheduler = Scheduler(limits)
     metrics = EngineMetrics()
@@ -114,6 +119,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _set_up_jax(config: EngineConfig) -> None:
+    set_compiler_flags()
     if config.parallel.emulated_cpu_devices:
         try:
             jax.config.update("jax_num_cpu_devices", config.parallel.emulated_cpu_devices)

@@ -58,25 +58,13 @@ def compile_steps(
 
     Logs each bucket with its temporary bytes and seconds.
     """
-    mesh = options.mesh
     begin = time.perf_counter()
     param_shapes = jax.tree.map(_abstract, params)
     state_shapes = jax.tree.map(_abstract, state)
-    state_out = jax.tree.map(lambda array: array.sharding, state)
 
     def compile_one(bucket: Bucket) -> jax.stages.Compiled:
         start = time.perf_counter()
-        buffer = jax.ShapeDtypeStruct(
-            (batch_words(bucket, options.max_pages_per_seq),),
-            jnp.int32,
-            sharding=replicated(mesh),
-        )
-        step = jax.jit(
-            make_step(options, bucket),
-            donate_argnums=1,
-            out_shardings=(state_out, replicated(mesh)),
-        )
-        compiled = step.lower(param_shapes, state_shapes, buffer).compile()
+        compiled = trace_step(options, bucket, param_shapes, state_shapes).lower().compile()
         memory = compiled.memory_analysis()
         log.info(
             "bucket tokens=%d rows=%d%s: %.1f MiB temporary, %.2f s",
@@ -92,6 +80,21 @@ def compile_steps(
         compiled = dict(zip(buckets, pool.map(compile_one, buckets), strict=True))
     log.info("%d buckets compiled in %.2f s", len(buckets), time.perf_counter() - begin)
     return compiled
+
+
+def trace_step(
+    options: StepOptions, bucket: Bucket, params: Any, state: StepState
+) -> jax.stages.Traced:
+    """Returns the step of one bucket, ready to be lowered for the devices of its mesh. Of `params`
+    and `state` only shapes, dtypes and shardings matter: there may be no such devices here."""
+    whole = replicated(options.mesh)
+    words = batch_words(bucket, options.max_pages_per_seq)
+    step = jax.jit(
+        make_step(options, bucket),
+        donate_argnums=1,
+        out_shardings=(jax.tree.map(lambda array: array.sharding, state), whole),
+    )
+    return step.trace(params, state, jax.ShapeDtypeStruct((words,), jnp.int32, sharding=whole))
 
 
 def give_back_memory() -> None:

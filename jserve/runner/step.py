@@ -17,10 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import LayerLoop, decoder_apply, logits
+from jserve.models.head_layout import HeadLayout
+from jserve.runner.kv_cache import layout_of
 from jserve.runner.mesh import MODEL_AXIS, pool_sharding
 from jserve.runner.sampling import Sampled, sample
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import api
+from pallas_kernels.ragged_paged_attention.config import AttentionShape
 from scheduler.bucket import Bucket
 from scheduler.packer import FROM_DEVICE, batch_fields
 
@@ -49,6 +52,31 @@ class StepOptions:
     backend: Backend
     loop: LayerLoop
     max_pages_per_seq: int  # J
+
+
+def why_unsupported(
+    options: StepOptions,
+    heads: HeadLayout,
+    bucket: Bucket,
+    page_size: int,
+    dtype: jnp.dtype,
+) -> str | None:
+    """Returns what the backend's attention cannot do of a bucket's steps on one device of the mesh,
+    with the remedy; None if it can do them. `dtype` is that of queries and pool."""
+    layout = layout_of(options.backend, options.model, heads, dtype)
+    shape = AttentionShape(
+        num_tokens=bucket.num_tokens,
+        num_rows=bucket.num_rows,
+        pages_per_row=options.max_pages_per_seq,
+        page_size=page_size,
+        num_kv_heads=layout.padded_kv_heads,
+        group=heads.group_size,
+        pool_rows=layout.num_rows,
+        width=layout.width,
+        q_dtype=dtype.name,
+        kv_dtype=dtype.name,
+    )
+    return api.why_unsupported(options.backend, shape, options.mesh.devices.flat[0].device_kind)
 
 
 def unpack(buffer: Int[Array, " words"], bucket: Bucket, J: int) -> dict[str, Array]:
@@ -99,7 +127,7 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
     rows = [batch[n] for n in ("kv_lens", "page_indices", "cu_q_lens", "distribution")]
 
     def attention(q, k, v, kv_pool, layer, sliding_window, *rows):
-        return ragged_paged_attention(
+        return api.ragged_paged_attention(
             q,
             k,
             v,
