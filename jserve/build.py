@@ -23,7 +23,7 @@ from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import LayerLoop
 from jserve.models.families import model_config_from_hf
-from jserve.models.head_layout import head_layout
+from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.runner.compile import (
     compile_steps,
     enable_compilation_cache,
@@ -40,7 +40,7 @@ from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.kv_layout import PoolLayout
-from scheduler.bucket import make_buckets
+from scheduler.bucket import Bucket, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
 from scheduler.scheduler import Scheduler
@@ -91,10 +91,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _log_memory(params, state, limits)
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
     options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
-    for bucket in buckets:
-        reason = why_unsupported(options, layout, bucket, limits.page_size, dtype)
-        if reason:
-            raise ConfigError(f"{bucket.num_tokens} tokens in {bucket.num_rows} rows: {reason}")
+    _check_attention(options, layout, buckets, limits.page_size, dtype)
     steps = compile_steps(options, buckets, params, state)
     scheduler = Scheduler(limits)
     metrics = EngineMetrics()
@@ -176,6 +173,19 @@ def _backend(platform: str, requested: str) -> Backend:
         return backend_for(platform, requested)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}") from error
+
+
+def _check_attention(
+    options: StepOptions,
+    layout: HeadLayout,
+    buckets: list[Bucket],
+    page_size: int,
+    dtype: jnp.dtype,
+) -> None:
+    for bucket in buckets:
+        reason = why_unsupported(options, layout, bucket, page_size, dtype)
+        if reason:
+            raise ConfigError(f"{bucket.num_tokens} tokens in {bucket.num_rows} rows: {reason}")
 
 
 def _dtype(name: str, platform: str) -> jnp.dtype:
