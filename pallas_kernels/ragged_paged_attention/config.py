@@ -87,12 +87,14 @@ class GpuConfig:
       decode_stages: KV blocks of 64 tokens in flight in decode.
       prefill_stages: KV blocks in flight in prefill.
       prefill_block: KV tokens met at once in prefill.
+      prefill_programs: thread blocks that share prefill's tiles; one fills a multiprocessor.
     """
 
     decode_splits: int
     decode_stages: int
     prefill_stages: int
     prefill_block: int
+    prefill_programs: int = 132
 
 
 Config = XlaConfig | TpuConfig | GpuConfig
