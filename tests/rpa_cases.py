@@ -113,7 +113,7 @@ def build(case: Case) -> Step:
     pages = case.pages_of_rows
     num_pages = 1 + sum(pages) + case.spare_pages
     order = rng.permutation(np.arange(1, num_pages))
-    page_indices = np.zeros((num_rows, max(pages) + case.spare_columns), np.int32)
+    page_indices = np.zeros((num_rows, max(pages, default=0) + case.spare_columns), np.int32)
     kv_pool = quantised(normal(case.num_layers, num_pages, p, K, 2, head_dim), case)
     k, v = normal(num_tokens, K, head_dim), normal(num_tokens, K, head_dim)
     new = quantised(np.stack([k, v], axis=2), case)

@@ -1,4 +1,4 @@
-"""Every backend of ragged paged attention against the float64 oracle and its own properties."""
+"""The XLA backend of ragged paged attention against the float64 oracle and its own properties."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.kv_layout import pool_layout
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from tests.rpa_cases import (
     CASES,
+    TINY_CASES,
     TOLERANCE,
     Case,
     Step,
@@ -87,6 +90,11 @@ def test_output_and_pool_match_the_oracle(name):
     check(CASES[name] if name in EXACT_SHAPES else bucketed(CASES[name]))
 
 
+@pytest.mark.parametrize("name", TINY_CASES)
+def test_tiny_steps_match_the_oracle(name):
+    check(bucketed(TINY_CASES[name]))
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("decode")])
 def test_decode_only_program_matches_the_oracle(name):
     case = bucketed(CASES[name])
@@ -109,14 +117,43 @@ def test_every_page_size_matches_the_oracle(page_size):
     check(dataclasses.replace(MIXED, rows=edges, page_size=page_size))
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_bfloat16_matches_the_oracle(window):
-    check(dataclasses.replace(MIXED, dtype="bfloat16", sliding_window=window))
+rows_of_any_length = st.tuples(st.integers(0, 70), st.integers(0, 40)).map(
+    lambda row: (row[0] + row[1], row[1])
+)
 
 
+@settings(max_examples=30)
+@given(
+    decode=st.lists(st.integers(1, 110), max_size=5),
+    others=st.lists(rows_of_any_length, max_size=3),
+    num_prefill=st.integers(0, 3),
+    window=st.sampled_from([0, 1, 17, 200]),
+    seed=st.integers(0, 99),
+)
+def test_random_ragged_steps_match_the_oracle(decode, others, num_prefill, window, seed):
+    rows = (*((n, 1) for n in decode), *others)
+    end = len(decode)
+    case = Case(
+        rows=rows,
+        distribution=(end, min(end + num_prefill, len(rows))),
+        head_dim=16,
+        page_size=8,
+        sliding_window=window,
+        sinks=True,
+        seed=seed,
+        # one shape for all
+        padding_rows=9 - len(rows),
+        padding_tokens=130 - sum(q_len for _, q_len in rows),
+    )
+    pages = case.pages_of_rows
+    spare = dict(spare_pages=120 - sum(pages), spare_columns=16 - max(pages, default=0))
+    check(dataclasses.replace(case, **spare))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("window", [0, 24])
-def test_nan_in_unused_pages_and_padding_changes_nothing(window):
-    case = dataclasses.replace(MIXED, sliding_window=window)
+def test_nan_in_unused_pages_and_padding_changes_nothing(window, kv_dtype):
+    case = dataclasses.replace(MIXED, sliding_window=window, kv_dtype=kv_dtype)
     step = build(case)
     clean, _ = run(case, step)
     poisoned, used = build(case), np.zeros(step.kv_pool.shape[1:3], bool)
