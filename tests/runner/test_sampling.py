@@ -90,6 +90,20 @@ def test_masks_are_exactly_those_of_numpy(ties, V):
     assert expected.any(axis=1).all()
 
 
+def test_masks_are_exact_where_values_lie_in_all_magnitudes():
+    """Halving the values gets nowhere here, so that halving the bits must end the search."""
+    rng = np.random.default_rng(11)
+    rows, V = 32, 400
+    x = -(10.0 ** rng.uniform(-35, 35, (rows, V)))
+    x[:, 7], x[:, 40:50] = 0.0, -np.inf
+    x = x.astype(np.float32)
+    top_k = rng.integers(1, V - 10, rows).astype(np.int32)
+    top_p = rng.choice([1.0, 0.9137, 0.5071], rows).astype(np.float32)
+    out = np.asarray(truncate_jit(x, top_k, top_p, np.zeros(rows, np.float32)))
+    expected = np.stack([kept(*row, 0.0) for row in zip(x, top_k, top_p, strict=True)])
+    np.testing.assert_array_equal(np.isfinite(out), expected)
+
+
 @pytest.mark.parametrize("top_k", [0, 50, 51, 2**31 - 1])
 def test_disabled_truncation_keeps_every_token(top_k):
     x = shifted(np.random.default_rng(1), 3, 50, ties=False)
