@@ -83,7 +83,8 @@ class GpuConfig:
     """Block sizes of the GPU kernels.
 
     Attributes:
-      decode_splits: parts that a row's context is cut into, met by one thread block each.
+      decode_splits: parts that the contexts of all rows are cut into, besides one for each row; a
+        thread block meets one.
       decode_stages: KV blocks of 64 tokens in flight in decode.
       prefill_stages: KV blocks in flight in prefill.
       prefill_block: KV tokens met at once in prefill.
@@ -112,26 +113,31 @@ def xla_config(shape: AttentionShape) -> XlaConfig:
 def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:
     """Returns block sizes for the GPU kernels, by budgets and not measured.
 
-    Decode: thread blocks for three times the multiprocessors; as many KV blocks in flight as let
-    three thread blocks share a multiprocessor, or fewer thread blocks where two would not fit.
+    Decode: as many parts as there are places for thread blocks, three in a multiprocessor or fewer
+    where two of their KV blocks of 64 tokens would not fit; as many KV blocks in flight as do fit.
 
     Raises:
-      ValueError: `device_kind` is unknown.
+      ValueError: `device_kind` is unknown, or two KV blocks fit in no thread block.
     """
     spec = device_spec(device_kind)
-    per_split = shape.num_rows * shape.num_kv_heads
-    most_splits = shape.pages_per_row * shape.page_size // 128  # two KV blocks of 64 each
     # A multiprocessor has 1 KiB more than one thread block can have, and keeps 1 KiB for each.
-    budgets = ((spec.on_chip_bytes + 1024) // sharing - 1024 for sharing in (3, 2, 1))
     fitting = (
-        stages
-        for budget in budgets
+        (sharing, stages)
+        for sharing in (3, 2, 1)
         for stages in (4, 3, 2)
-        if gpu_decode_bytes(shape, stages) <= budget
+        if gpu_decode_bytes(shape, stages) <= (spec.on_chip_bytes + 1024) // sharing - 1024
     )
+    sharing, stages = next(fitting, (0, 2))
+    if not sharing:
+        raise ValueError(
+            f"decode takes {gpu_decode_bytes(shape, stages)} bytes of shared memory, more than the "
+            f"{spec.on_chip_bytes} of {device_kind}; use attention_backend=xla"
+        )
+    places = -(-sharing * spec.num_cores // shape.num_kv_heads)
+    most_splits = shape.num_rows * shape.pages_per_row * shape.page_size // 128
     return GpuConfig(
-        decode_splits=max(1, min(-(-3 * spec.num_cores // per_split), most_splits, 64)),
-        decode_stages=next(fitting),
+        decode_splits=max(1, min(places, most_splits)),
+        decode_stages=stages,
         prefill_stages=2,
         prefill_block=128 if shape.width <= 128 else 64,
     )

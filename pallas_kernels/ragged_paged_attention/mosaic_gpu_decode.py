@@ -1,10 +1,12 @@
 """Decode attention on a Hopper GPU in Pallas: one query per row over its pages. Knows arrays only.
 
-A row's context is cut into blocks of 64 tokens, and its blocks into up to `decode_splits` parts.
-One warpgroup takes one part for one KV head: it streams pages into shared memory by TMA and keeps a
-running softmax (arXiv 2205.14135); XLA then joins the parts (Flash-Decoding). The few queries of a
-head would leave most rows of a tensor-core tile empty, so keys and values take the tile's 64 rows
-and the queries its columns: scores are K Q^T, and outputs V^T P^T.
+A row's context is cut into blocks of 64 tokens. The blocks of all rows are dealt out in parts of
+about equal length, at least one to a row, so that a long row neither waits for its turn nor works
+alone (Flash-Decoding). One warpgroup takes one part for one KV head: it streams pages into shared
+memory by TMA and keeps a running softmax (arXiv 2205.14135). A second kernel joins a row's parts.
+
+The few queries of a KV head would leave most rows of a tensor-core tile empty, so keys and values
+take the tile's 64 rows and queries its columns: scores are K Q^T, and outputs V^T P^T.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from pallas_kernels.ragged_paged_attention.config import GpuConfig
 
 BLOCK = 64  # KV tokens met at once: the rows of a wgmma tile
 _MIN_BLOCKS = 2  # of a part: below that, joining costs more than it saves
-_LANES = 64  # of a page's row converted at once, to spare registers
+_LANES = 64  # of a block converted at once, to spare registers
 _MASKED = -1e30  # finite: it must not make inf - inf
 _LOG2E = math.log2(math.e)  # the hardware's exponential is of base 2
-_GRID = ("split", "row", "head")  # heads run fastest: their keys are neighbours in memory
 
 
 def decode(
@@ -37,29 +38,18 @@ def decode(
     kv_pool `[L, P, p, 2K, W]`, as wide as q or of 8 bits; layer and window i32[], window 0 for all;
     kv_lens i32[S]; page_indices i32[S, J]; sinks f32[K, G] or None.
     """
-    group = q.shape[2]
+    _, num_kv_heads, group, _ = q.shape
     no_heads = -group % 8  # a wgmma tile has columns in eights
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, no_heads), (0, 0)))
-    acc, best, total = _parts(
+    if sinks is None:
+        sinks = jnp.full((num_kv_heads, group), _MASKED)
+    sinks = jnp.pad(sinks * _LOG2E, ((0, 0), (0, no_heads)))
+    parts, ends = _parts_of(kv_lens, window, config.decode_splits)
+    return _attend(
         padded.astype(_operand_dtype(kv_pool.dtype)), kv_pool, jnp.stack([layer, window]), kv_lens,
-        page_indices, num_splits=config.decode_splits, num_stages=config.decode_stages,
-        soft_cap=soft_cap, interpret=interpret,
+        page_indices, parts, ends, sinks, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_stages=config.decode_stages, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
-    split = jnp.arange(config.decode_splits)[:, None]
-    begin, end = _blocks_of(kv_lens, window, split, config.decode_splits)
-    live = (begin < end)[:, :, None, None]  # a part without blocks has written nothing
-    best = jnp.where(live, best, _MASKED)
-    highest = best.max(0)
-    if sinks is not None:
-        sinks = jnp.pad(sinks * _LOG2E, ((0, 0), (0, no_heads)))
-        highest = jnp.maximum(highest, sinks)
-    weight = jnp.exp2(best - highest)
-    total = jnp.where(live, weight * total, 0).sum(0)
-    if sinks is not None:
-        total = total + jnp.exp2(sinks - highest)
-    weight = (weight / jnp.where(total == 0, 1, total))[..., None, :]
-    out = jnp.where(live[..., None], weight * acc, 0).sum(0)
-    return out[..., :group].swapaxes(2, 3).astype(q.dtype)
 
 
 def _operand_dtype(kv_dtype):
@@ -71,27 +61,37 @@ def _window_start(kv_len, window):
     return jnp.where(window > 0, jnp.maximum(kv_len - window, 0), 0)
 
 
-def _blocks_of(kv_len, window, split, num_splits):
-    """Returns which blocks of a row a split has: begin, end; none if begin >= end."""
-    first = _window_start(kv_len, window) // BLOCK
-    last = (kv_len + BLOCK - 1) // BLOCK
-    count = jnp.maximum((last - first + num_splits - 1) // num_splits, _MIN_BLOCKS)
-    begin = first + split * count
-    return begin, jnp.minimum(begin + count, last)
+def _parts_of(kv_lens, window, num_splits):
+    """Deals out the blocks that rows see.
+
+    Returns i32[S + num_splits, 3], a part's row, first block and end of blocks (no blocks in parts
+    that are left over), and i32[S], the end of each row's parts.
+    """
+    num_rows = kv_lens.shape[0]
+    first = _window_start(kv_lens, window) // BLOCK
+    last = (kv_lens + BLOCK - 1) // BLOCK
+    blocks = last - first
+    longest = jnp.maximum(-(-blocks.sum() // num_splits), _MIN_BLOCKS)
+    counts = -(-blocks // longest)  # at most S + num_splits in all
+    length = -(-blocks // jnp.maximum(counts, 1))  # blocks 7, longest 6 -> 4 and 3, not 6 and 1
+    ends = jnp.cumsum(counts)
+    part = jnp.arange(num_rows + num_splits)
+    row = jnp.minimum(jnp.sum(part[:, None] >= ends, axis=1), num_rows - 1)
+    begin = first[row] + (part - ends[row] + counts[row]) * length[row]
+    end = jnp.minimum(begin + length[row], last[row])
+    return jnp.stack([row, begin, end], axis=1), ends
 
 
 @functools.partial(
-    jax.jit, static_argnames=("num_splits", "num_stages", "soft_cap", "interpret")
-)  # so that an unrolled layer loop holds the kernel once
-def _parts(
-    q, kv_pool, scalars, kv_lens, page_indices, *, num_splits, num_stages, soft_cap, interpret
-):
-    """Runs the kernel. q `[S, K, G, W]`, G in eights; scalars i32[2] = (layer, window).
-
-    Returns f32 acc `[splits, S, K, W, G]` and, of base 2, best and total `[splits, S, K, G]`: the
-    softmax of a part is acc / total, and weighs exp2(best) * total. Parts without blocks are unset.
-    """
-    num_rows, num_kv_heads, group, width = q.shape
+    jax.jit, static_argnames=("out_type", "num_stages", "soft_cap", "interpret")
+)  # so that an unrolled layer loop holds the kernels once
+def _attend(
+    q, kv_pool, scalars, kv_lens, page_indices, parts, ends, sinks, *,
+    out_type, num_stages, soft_cap, interpret,
+):  # fmt: skip
+    """Runs both kernels. q `[S, K, G, W]` and sinks f32[K, G] of base 2, G in eights; scalars
+    i32[2] = (layer, window). Returns an array of `out_type` `[S, K, real G, W]`."""
+    _, num_kv_heads, group, width = q.shape
     copies = BLOCK // min(kv_pool.shape[2], BLOCK)
     pages = plgpu.SMEM((num_stages, BLOCK, width), kv_pool.dtype)
     arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages)
@@ -106,29 +106,38 @@ def _parts(
     )
     if kv_pool.dtype != q.dtype:
         scratch["wide_smem"] = plgpu.SMEM((BLOCK, width), q.dtype)
-    parts = (num_splits, num_rows, num_kv_heads)
-    return plgpu.kernel(
-        functools.partial(_kernel, num_splits=num_splits, soft_cap=soft_cap),
-        out_type=(
-            jax.ShapeDtypeStruct((*parts, width, group), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, group), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, group), jnp.float32),
-        ),
-        grid=parts,
-        grid_names=_GRID,
+    # Heads run fastest: their keys are neighbours in memory.
+    grid = (parts.shape[0], num_kv_heads)
+    per_head = jax.ShapeDtypeStruct((*grid, group), jnp.float32)
+    partial = plgpu.kernel(
+        functools.partial(_attend_kernel, soft_cap=soft_cap),
+        out_type=(jax.ShapeDtypeStruct((*grid, width, group), jnp.float32), per_head, per_head),
+        grid=grid,
+        grid_names=("part", "head"),
         scratch_types=scratch,
         interpret=interpret,
-    )(q, kv_pool, scalars, kv_lens, page_indices)
+        kernel_name="decode_attention",
+    )(q, kv_pool, scalars, kv_lens, page_indices, parts)
+    return plgpu.kernel(
+        _join_kernel,
+        out_type=out_type,
+        grid=out_type.shape[:2],
+        grid_names=("row", "head"),
+        scratch_types=dict(out_smem=plgpu.SMEM((group, width), out_type.dtype)),
+        interpret=interpret,
+        kernel_name="decode_attention_join",
+    )(*partial, ends, sinks)
 
 
-def _kernel(
-    q_ref, pool_ref, scalars_ref, lens_ref, pages_ref, acc_ref, best_ref, total_ref, *,
-    q_smem, q_arrived, k_smem, k_arrived, v_smem, v_arrived, p_smem, wide_smem=None,
-    num_splits, soft_cap,
+def _attend_kernel(
+    q_ref, pool_ref, scalars_ref, lens_ref, pages_ref, parts_ref, acc_ref, best_ref, total_ref, *,
+    q_smem, q_arrived, k_smem, k_arrived, v_smem, v_arrived, p_smem, wide_smem=None, soft_cap,
 ):  # fmt: skip
-    split, row, head = (lax.axis_index(name) for name in _GRID)
+    """Leaves f32 acc `[W, G]` and, of base 2, best and total `[G]` of its part and head: the
+    softmax over the part is acc / total, and weighs exp2(best) * total. Nothing without blocks."""
+    part, head = lax.axis_index("part"), lax.axis_index("head")
+    row, begin, end = (parts_ref[part, i] for i in range(3))
     layer, window, kv_len = scalars_ref[0], scalars_ref[1], lens_ref[row]
-    begin, end = _blocks_of(kv_len, window, split, num_splits)
     low = _window_start(kv_len, window)
     num_stages, _, width = k_smem.shape
     group, page_size = q_smem.shape[0], pool_ref.shape[2]
@@ -191,8 +200,8 @@ def _kernel(
         new_best = jnp.maximum(best, s.max(axis=0))
         fetch(keys, block + num_stages)
         keep = jnp.exp2(best - new_best)
-        p = jnp.exp2(s - lax.broadcast_in_dim(new_best, s.shape, [1]))
-        total = total * lax.broadcast_in_dim(keep, s.shape, [1]) + p
+        p = jnp.exp2(s - _across(new_best, s))
+        total = total * _across(keep, s) + p
         p_smem.transpose((1, 0))[...] = p.astype(p_smem.dtype)
         _wait(v_arrived.at[slot])
         v = v_smem.at[slot]
@@ -211,10 +220,7 @@ def _kernel(
         plgpu.commit_smem()
         o = matmul(v.transpose((1, 0)), p_smem.transpose((1, 0)), acc.shape)
         fetch(values, block + num_stages)
-        return new_best, total, acc * lax.broadcast_in_dim(keep, acc.shape, [1]) + o
-
-    def filled(value, shape, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+        return new_best, total, acc * _across(keep, acc) + o
 
     @pl.when(begin < end)
     def _():
@@ -223,15 +229,51 @@ def _kernel(
             fetch(keys, begin + stage)
             fetch(values, begin + stage)
         _wait(q_arrived)
-        layout = plgpu.Layout.WGMMA
-        best = filled(_MASKED, (group,), layout.reduce(0))
+        best = _filled(_MASKED, (group,))
         # Summed over tokens at the end only: a sum across warps costs more than the registers.
-        total = filled(0, (BLOCK, group), layout)
-        acc = filled(0, (width, group), layout)
+        total = _filled(0, (BLOCK, group))
+        acc = _filled(0, (width, group))
         best, total, acc = lax.fori_loop(begin, end, step, (best, total, acc))
-        acc_ref[split, row, head] = acc
-        best_ref[split, row, head] = best
-        total_ref[split, row, head] = total.sum(axis=0)
+        acc_ref[part, head] = acc
+        best_ref[part, head] = best
+        total_ref[part, head] = total.sum(axis=0)
+
+
+def _join_kernel(acc_ref, best_ref, total_ref, ends_ref, sinks_ref, out_ref, *, out_smem):
+    """Joins the parts of a row for one head. A sink is one part more, of weight 1 and value 0."""
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    _, _, width, group = acc_ref.shape
+    columns = plgpu.Layout.WGMMA.reduce(0)
+
+    def load(ref, layout=columns):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def step(part, carry):
+        best, total, acc = carry
+        part_best = load(best_ref.at[part, head])
+        new_best = jnp.maximum(best, part_best)
+        keep, weight = jnp.exp2(best - new_best), jnp.exp2(part_best - new_best)
+        total = total * keep + load(total_ref.at[part, head]) * weight
+        part_acc = load(acc_ref.at[part, head], plgpu.Layout.WGMMA)
+        return new_best, total, acc * _across(keep, acc) + part_acc * _across(weight, acc)
+
+    begin = jnp.where(row > 0, ends_ref[jnp.maximum(row - 1, 0)], 0)
+    carry = load(sinks_ref.at[head]), _filled(1, (group,)), _filled(0, (width, group))
+    _, total, acc = lax.fori_loop(begin, ends_ref[row], step, carry)
+    out_smem.transpose((1, 0))[...] = (acc / _across(total, acc)).astype(out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_ref.shape[2])], out_ref.at[row, head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _filled(value, shape):
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _across(per_query, like):
+    """Repeats f32[G] along the first axis of `like` `[., G]`."""
+    return lax.broadcast_in_dim(per_query, like.shape, [1])
 
 
 # Steps that tests replace, to see that they would notice.

@@ -1,0 +1,187 @@
+"""The GPU decode kernel in Mosaic's interpreter: the float64 oracle, its properties, and races."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.kv_layout import pool_layout
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.config import GpuConfig
+from tests.rpa_cases import TOLERANCE, Case, Step, build, laid_out, oracle, plain, written_pool
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    reset_gpu_interpret_mode_state,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode
+
+CONFIG = GpuConfig(decode_splits=2, decode_stages=2, prefill_stages=2, prefill_block=64)
+
+
+def decode(*kv_lens: int, **settings) -> Case:
+    """Rows of one token, one padding row."""
+    settings = dict(dtype="bfloat16", padding_tokens=1, num_heads=2, num_kv_heads=1) | settings
+    return Case(rows=tuple((n, 1) for n in kv_lens), **settings)
+
+
+def run(case: Case, step: Step, config=CONFIG, races=False):
+    """Returns numpy (out, pool)."""
+    layout = pool_layout(Backend.MOSAIC_GPU, case.num_kv_heads, case.head_dim, case.pool_dtype)
+    k_scale, v_scale = case.kv_scales
+    out, pool = ragged_paged_attention(
+        step.q, step.k, step.v, jnp.array(laid_out(step.kv_pool, layout)), np.int32(case.layer),
+        *step.arrays, scale=case.scale, sliding_window=np.int32(case.sliding_window),
+        soft_cap=case.soft_cap, sinks=step.sinks, k_scale=k_scale, v_scale=v_scale, config=config,
+        backend=Backend.MOSAIC_GPU, decode_only=True,
+        interpret=plgpu.InterpretGPUParams(detect_races=races),
+    )  # fmt: skip
+    return np.asarray(out).astype(np.float32), plain(np.asarray(pool), layout)
+
+
+def check(case: Case, **settings):
+    step = build(case)
+    out, pool = run(case, step, **settings)
+    np.testing.assert_allclose(out, oracle(case, step), rtol=0, atol=TOLERANCE[case.dtype])
+    np.testing.assert_array_equal(pool[:, 1:], written_pool(case, step)[:, 1:])
+
+
+CASES = {
+    "block edges and an empty row": decode(1, 63, 64, 65, 300),
+    "a full pool": decode(
+        64, 128, spare_pages=0, spare_columns=0, padding_rows=0, padding_tokens=0
+    ),
+    "a window shorter than the context": decode(300, 40, sliding_window=70, page_size=64),
+    "a window longer than the context": decode(1, 129, sliding_window=512, head_dim=128),
+    "a window of one": decode(30, 65, sliding_window=1, page_size=8),
+    "a soft cap": decode(100, 40, soft_cap=2.0, num_kv_heads=2),
+    "sinks, of an empty row too": decode(1, 130, sinks=True, num_heads=6, num_kv_heads=2),
+    "pages of 256": decode(255, 257, page_size=256),
+    "16 query heads to a KV head": decode(130, num_heads=16),
+    "heads of 80": decode(70, head_dim=80),
+    "heads of 256": decode(70, head_dim=256),
+    "int8 pages": decode(17, 130, kv_dtype="int8", num_kv_heads=2),
+    "float8 pages": decode(17, 130, kv_dtype="float8_e4m3fn", head_dim=80),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_pool_match_the_oracle(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize(("splits", "stages"), [(1, 2), (3, 4)])
+def test_splits_and_stages_change_nothing(splits, stages):
+    config = replace(CONFIG, decode_splits=splits, decode_stages=stages)
+    check(decode(40, 300, sinks=True), config=config)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_nan_in_unused_pages_and_their_tails_changes_nothing(kv_dtype):
+    case = decode(40, 9, 131, sliding_window=24, kv_dtype=kv_dtype)
+    step = build(case)
+    clean, _ = run(case, step)
+    seen = np.zeros(step.kv_pool.shape[1:3], bool)
+    for s, (kv_len, _) in enumerate(case.rows):
+        position = np.arange(max(0, kv_len - case.sliding_window), kv_len)
+        seen[step.page_indices[s, position // case.page_size], position % case.page_size] = True
+    step.kv_pool[:, ~seen] = np.nan
+    out, _ = run(case, step)
+    np.testing.assert_array_equal(out, clean)
+
+
+def test_permuting_physical_pages_changes_nothing():
+    case = decode(40, 9, 131)
+    step = build(case)
+    clean, _ = run(case, step)
+    num_pages = step.kv_pool.shape[1]
+    moved = np.concatenate([[0], 1 + np.random.default_rng(7).permutation(num_pages - 1)])
+    pool = np.empty_like(step.kv_pool)
+    pool[:, moved] = step.kv_pool  # page i now lies at moved[i]
+    step.kv_pool, step.page_indices = pool, moved[step.page_indices].astype(np.int32)
+    out, _ = run(case, step)
+    np.testing.assert_array_equal(out, clean)
+
+
+def test_a_row_that_went_wrong_spoils_only_itself():
+    case = decode(40, 9, 131)
+    step = build(case)
+    clean, _ = run(case, step)
+    step.q[1] = np.nan
+    out, _ = run(case, step)
+    assert np.isnan(out[1]).all()
+    np.testing.assert_array_equal(np.delete(out, 1, axis=0), np.delete(clean, 1, axis=0))
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Replaces a step of the kernel; what was traced with it, and what a race left, go after."""
+
+    def replaced(name, step):
+        jax.clear_caches()
+        monkeypatch.setattr(mosaic_gpu_decode, name, step)
+
+    yield replaced
+    monkeypatch.undo()
+    jax.clear_caches()
+    reset_gpu_interpret_mode_state()
+
+
+@pytest.fixture
+def reads_seen(plant):
+    """Makes the race detector see what wgmma reads."""
+
+    def read(*operands):
+        for operand in operands:
+            operand[...]
+        plgpu.commit_smem()  # else a copy that follows would race with these reads
+
+    plant("_before_matmul", read)
+
+
+RACES = {
+    "bfloat16 pages": decode(1, 37, 200),
+    "a window and pages of 64": decode(200, sliding_window=70, page_size=64),
+    "int8 pages": decode(200, kv_dtype="int8"),
+}
+
+
+def check_races(case: Case, capfd):
+    check(case, races=True)
+    printed = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in printed  # jax 0.11 prints where 0.12 raises
+
+
+@pytest.mark.parametrize("name", RACES)
+@pytest.mark.usefixtures("reads_seen")
+def test_no_race_is_found(name, capfd):
+    check_races(RACES[name], capfd)
+
+
+FAULTS = {
+    "matrices multiplied before they arrive": ("_wait", lambda barrier: None),
+    "blocks copied over those in use": ("_slot", lambda number, num_stages: 0 * number),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.usefixtures("reads_seen")
+def test_a_planted_race_is_found(name, plant, capfd):
+    plant(*FAULTS[name])
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        check_races(decode(200), capfd)
+
+
+def test_a_page_id_out_of_bounds_is_found(plant):
+    plant("_page", lambda pages_ref, row, number: pages_ref[row, number] + 1000)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(decode(200))
