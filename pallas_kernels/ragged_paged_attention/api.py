@@ -16,7 +16,10 @@ from pallas_kernels.ragged_paged_attention.config import AttentionShape, Config
 from pallas_kernels.ragged_paged_attention.kv_write import quantised
 from pallas_kernels.ragged_paged_attention.tuning import config_for
 
-MAX_GROUP = 16  # query heads per KV head that the tests cover
+# What the tests cover.
+Q_DTYPES = ("float32", "bfloat16")
+KV_DTYPES = (*Q_DTYPES, "int8", "float8_e4m3fn")
+MAX_GROUP = 16  # query heads per KV head
 
 
 def ragged_paged_attention(
@@ -68,8 +71,8 @@ def ragged_paged_attention(
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); static.
       sinks: a logit per query head that takes part in the softmax's sum and has no value
         (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453).
-      k_scale, v_scale: what a quantised pool's numbers are multiplied by, for all heads or per KV
-        head; may be traced. A pool in a float format that is as wide as k takes 1.
+      k_scale, v_scale: what the pool's numbers are multiplied by to give keys and values, for all
+        heads or per KV head; may be traced.
       config: block sizes, of the backend's own class; None takes `tuning.config_for`'s.
       backend: from `dispatch.backend_for`.
       device_kind: what block sizes are chosen for; None takes the default device's kind.
@@ -159,6 +162,11 @@ def _check_arrays(q, k, v, kv_pool, layout: PoolLayout):
             f"{q.shape=}, {k.shape=}, {kv_pool.shape=}; "
             "use [T, N, H], [T, K, H] and [L, P, p, R, W]"
         )
+    if q.dtype.name not in Q_DTYPES or kv_pool.dtype.name not in KV_DTYPES:
+        raise ValueError(f"{q.dtype=} and {kv_pool.dtype=}; use one of {Q_DTYPES} and {KV_DTYPES}")
+    page_size = kv_pool.shape[2]
+    if page_size & (page_size - 1):
+        raise ValueError(f"{page_size=} of {kv_pool.shape=} must be a power of two")
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim):
         raise ValueError(f"{q.shape=}, {k.shape=} and {v.shape=} must agree on T, K and H")

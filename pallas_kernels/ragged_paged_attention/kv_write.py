@@ -10,15 +10,13 @@ _LIMIT = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest value that a qua
 
 
 def quantised(x, scale, dtype):
-    """Returns x / scale in `dtype`, int8 rounded to the nearest, both clipped to their range.
+    """Returns x / scale in `dtype`, clipped to its range; int8 is rounded to the nearest.
 
-    `x` `[T, K, H]`; `scale` is a scalar or f32[K]. Dtypes without a limit here take x as it is.
+    `x` `[T, K, H]`; `scale` f32[K].
     """
-    limit = _LIMIT.get(jnp.dtype(dtype).name)
-    if limit is None:
-        return x.astype(dtype)
-    scaled = x.astype(jnp.float32) / jnp.reshape(scale, (-1, 1))
-    scaled = jnp.clip(scaled, -limit, limit)
+    scaled = x.astype(jnp.float32) / scale[:, None]
+    if limit := _LIMIT.get(jnp.dtype(dtype).name):
+        scaled = jnp.clip(scaled, -limit, limit)
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
 
 

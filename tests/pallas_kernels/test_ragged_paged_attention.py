@@ -53,10 +53,10 @@ def pool_of(case: Case, step: Step):
     return jnp.array(laid_out(step.kv_pool, layout_of(case)))
 
 
-def run(case: Case, step: Step, *, decode_only=False, config=None):
+def run(case: Case, step: Step, *, decode_only=False, config=None, kv_scales=None):
     """Returns numpy (out, pool); a window and a layer are traced, as in a scanned model."""
     call = compiled(case.soft_cap, decode_only, config)
-    k_scale, v_scale = case.kv_scales
+    k_scale, v_scale = case.kv_scales if kv_scales is None else kv_scales
     out, pool = call(
         step.q, step.k, step.v, pool_of(case, step), np.int32(case.layer), *step.arrays,
         scale=np.float32(case.scale), sliding_window=np.int32(case.sliding_window),
@@ -291,8 +291,25 @@ def test_temporary_memory_does_not_follow_max_model_len():
     assert abs(long - short) < 4096
 
 
+def test_scales_of_a_float_pool_change_its_numbers_and_not_the_output():
+    case = dataclasses.replace(MIXED, rows=((30, 30), (9, 9)))  # no history in the pool
+    step = build(case)
+    clean, clean_pool = run(case, step)
+    powers = np.asarray([[2, 4], [0.5, 8]], np.float32)
+    out, pool = run(case, step, kv_scales=powers)
+    np.testing.assert_array_equal(out, clean)
+    new = (clean_pool != step.kv_pool).any(axis=(-3, -2, -1))
+    assert new.sum() == step.num_real_tokens + 1  # and one in the null page
+    np.testing.assert_array_equal(pool[new] * powers.T[..., None], clean_pool[new])
+
+
 BAD_CALLS = {
     "keys disagree with queries": (dict(k=np.zeros((5, 2, 64), np.float32)), "must agree"),
+    "a pool of 64-bit integers": (dict(kv_pool=np.zeros((2, 3, 16, 4, 64), int)), "int8"),
+    "pages of 24 tokens": (
+        dict(kv_pool=np.zeros((2, 3, 24, 4, 64), np.float32)),
+        "page_size=24 .* power of two",
+    ),
     "a pool of other heads": (dict(kv_pool=np.zeros((2, 3, 16, 2, 64))), "pool_shape"),
     "heads do not divide": (dict(q=np.zeros((6, 3, 64), np.float32)), "use a multiple of it"),
     "flat page_indices": (dict(page_indices=np.zeros(8, np.int32)), "page_indices"),
