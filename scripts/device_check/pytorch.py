@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -18,8 +19,10 @@ from scripts.device_check.sizes import Sizes, decode_name, num_copies, prefill_n
 def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     """See `__main__`: records microseconds of a layer. Keys and values are dense, without pages."""
     del is_small, out
-    steps = [(decode_name(*step), step[0], 1, step[1]) for step in sizes.decode]
-    steps += [(prefill_name(*step), 1, step[0], sum(step)) for step in sizes.prefill]
+    decode = [(decode_name(*step), step[0], 1, step[1]) for step in sizes.decode]
+    prefill = [(prefill_name(*step), 1, step[0], sum(step)) for step in sizes.prefill]
+    # By turns: FlexAttention compiles each step for seconds, and the time may not do for all.
+    steps = [step for pair in zip_longest(decode, prefill) for step in pair if step]
     for form, attend in {"torch_sdpa": _sdpa, "torch_flex": _flex}.items():
         for name, num_rows, q_len, kv_len in steps:
             with record.guard(f"{name} {form}"):
@@ -47,6 +50,9 @@ def _sdpa(q_len: int, kv_len: int) -> Callable:
 def _flex(q_len: int, kv_len: int) -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    if _device() == "cpu":
+        raise NotImplementedError("is compiled for GPUs here; a CPU would need a C++ compiler")
+    torch.compiler.reset()  # else it gives up after a few shapes
     attention = torch.compile(flex_attention, dynamic=False)
     if q_len == 1:
         return lambda q, k, v: attention(q, k, v, enable_gqa=True)
