@@ -50,11 +50,12 @@ def device_gaps(folder: Path, num_steps: int) -> dict[str, float]:
 
 
 def _device_intervals(planes: Any) -> Iterable[Interval]:
-    """Yields what ran: of a GPU its streams, of a TPU its programs."""
+    """Yields what ran: of a GPU its streams' kernels and copies, of a TPU its programs."""
     for plane in planes:
-        if not plane.name.startswith("/device:"):
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream") or line.name == "XLA Modules":
+        if plane.name.startswith("/device:"):
+            lines = {line.name: line for line in plane.lines}
+            streams = [line for name, line in lines.items() if name.startswith("Stream")]
+            programs = [line for name, line in lines.items() if name == "XLA Modules"]
+            for line in streams or programs:
                 for event in line.events:
                     yield event.start_ns, event.start_ns + event.duration_ns
