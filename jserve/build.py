@@ -21,7 +21,7 @@ from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import LayerLoop
+from jserve.models.decoder import BEST_LOOP, LayerLoop
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.runner.compile import (
@@ -196,7 +196,7 @@ def _dtype(name: str, platform: str) -> jnp.dtype:
 
 def _layer_loop(name: str, platform: str) -> LayerLoop:
     if name == "auto":
-        name = {"cpu": "switched", "tpu": "scanned"}.get(platform, "unrolled")
+        return BEST_LOOP[platform]
     if name not in get_args(LayerLoop):
         raise ConfigError(f"layer_loop={name!r}; use auto, unrolled, switched or scanned")
     return cast(LayerLoop, name)

@@ -26,6 +26,8 @@ from jserve.models.params import top_shapes
 from jserve.models.rope import rope_table
 
 LayerLoop = Literal["unrolled", "switched", "scanned"]
+# By platform, what its compiler makes the best program of (docs/accelerators.md).
+BEST_LOOP: dict[str, LayerLoop] = {"cpu": "switched", "tpu": "scanned", "gpu": "unrolled"}
 
 
 class StepTokens(Protocol):
