@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from pallas_kernels.devices import device_spec
+from pallas_kernels.devices import MIB, device_spec
+
+TPU_SMEM_RESERVE = 16 * 2**10  # the compiler's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,12 @@ class XlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class TpuConfig:
-    """Block sizes of the TPU kernel.
+    """Block sizes of the TPU kernel. A block is whole pages and a multiple of 128 keys.
 
     Attributes:
-      decode_rows: rows of one token met by one grid step.
+      decode_rows: rows of one token in one tile.
       decode_pages: KV pages of a row fetched at once in decode.
-      prefill_tokens: query tokens of one row in one tile.
+      prefill_tokens: query tokens of one row in one tile, a multiple of 16.
       prefill_pages: KV pages fetched at once in prefill.
     """
 
@@ -151,3 +153,94 @@ def gpu_decode_bytes(shape: AttentionShape, stages: int) -> int:
     queries, weights = group * shape.width * 2, group * block * 2
     barriers, reduction = 8 * (1 + 2 * stages), 2048
     return queries + weights + pages + widened + barriers + reduction
+
+
+def tpu_config(shape: AttentionShape, device_kind: str) -> TpuConfig:
+    """Returns block sizes for the TPU kernel, by budgets and compiled schedules, not measured.
+
+    Decode fetches for 1.5 us at a time, longer than a copy takes to start, and from several rows
+    where a row has few heads. Prefill gives each KV head 512 queries and 512 keys at a time, less
+    where they do not fit.
+
+    Raises:
+      ValueError: the device is unknown, or a memory too small, with the remedy.
+    """
+    spec = device_spec(device_kind)
+    smem_bytes = tpu_smem_bytes(shape)
+    if smem_bytes > spec.scalar_bytes - TPU_SMEM_RESERVE:
+        raise ValueError(
+            f"page_indices of {shape.num_rows} rows x {shape.pages_per_row} pages and the like take"
+            f" {smem_bytes} bytes of SMEM, of which {device_kind} has "
+            f"{spec.scalar_bytes - TPU_SMEM_RESERVE}; use a larger page_size, fewer rows or a "
+            "shorter max_model_len"
+        )
+    most_keys = max(128, _down_to_power(2 * shape.pages_per_row * shape.page_size - 1))
+
+    def pages(keys: int) -> int:
+        return max(1, min(keys, most_keys) // shape.page_size)
+
+    token_bytes = shape.pool_rows * shape.width * shape.kv_bytes
+    fetched = min(4 * MIB, int(1.5e-6 * spec.hbm_bytes_per_s))
+    rows = min(8, shape.num_rows, max(1, fetched // (512 * token_bytes)))
+    keys = min(512, max(128, _down_to_power(fetched // token_bytes)))
+    tokens = min(256, max(16, 512 // shape.group), -(-shape.num_tokens // 16) * 16)
+    decode = ((_down_to_power(rows), pages(keys >> less)) for less in range(3))
+    prefill = (
+        (_down_to_power(tokens) >> less_tokens, pages(512 >> less_keys))
+        for less_keys, less_tokens in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (2, 3), (2, 4))
+        if _down_to_power(tokens) >> less_tokens >= 16
+    )
+    budget = min(32 * MIB, spec.on_chip_bytes * 7 // 8)
+    for decode_rows, decode_pages in decode:
+        if tpu_decode_bytes(shape, decode_rows, decode_pages) <= budget:
+            break
+    else:
+        raise ValueError(_no_vmem("decode", shape, device_kind, budget))
+    for prefill_tokens, prefill_pages in prefill:
+        if tpu_prefill_bytes(shape, prefill_tokens, prefill_pages) <= budget:
+            break
+    else:
+        raise ValueError(_no_vmem("prefill", shape, device_kind, budget))
+    return TpuConfig(decode_rows, decode_pages, prefill_tokens, prefill_pages)
+
+
+def _no_vmem(phase: str, shape: AttentionShape, device_kind: str, budget: int) -> str:
+    return (
+        f"{phase} attention with {shape.num_kv_heads} KV heads x {shape.group} of {shape.width} "
+        f"lanes does not fit {budget >> 20} MiB of {device_kind}'s VMEM; use more tensor "
+        "parallelism or a smaller page_size"
+    )
+
+
+def tpu_decode_bytes(shape: AttentionShape, rows: int, pages: int) -> int:
+    """Returns the VMEM that the decode kernel takes: its buffers and the compiler's own."""
+    keys, heads = pages * shape.page_size, _up(shape.num_kv_heads * shape.group, 8)
+    queries = rows * heads * (shape.width * (3 * shape.q_bytes + 4) + 2 * 128 * 4)
+    fetched = 2 * rows * keys * shape.pool_rows * shape.width * shape.kv_bytes
+    pairs = heads * keys * shape.num_kv_heads * 4
+    split = keys * shape.pool_rows * shape.width * shape.q_bytes
+    return queries + fetched + pairs + rows * (2 * pairs + split) + MIB
+
+
+def tpu_prefill_bytes(shape: AttentionShape, tokens: int, pages: int) -> int:
+    """Returns the VMEM that the prefill kernel takes: its buffers and the compiler's own."""
+    keys, heads = pages * shape.page_size, shape.num_kv_heads * shape.group
+    queries = tokens * heads * (shape.width * (3 * shape.q_bytes + 4) + 2 * 128 * 4)
+    block = keys * shape.pool_rows * shape.width
+    scores = tokens * shape.group * keys * 4
+    return queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 3 * scores + MIB
+
+
+def tpu_smem_bytes(shape: AttentionShape) -> int:
+    """Returns the SMEM that a call's scalars take."""
+    words = (1, 1, 3, shape.num_rows, shape.num_rows + 1, shape.num_rows * shape.pages_per_row)
+    heads = shape.num_kv_heads * shape.group
+    return sum(_up(4 * count, 512) for count in (*words, heads))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _down_to_power(value: int) -> int:
+    return 1 << (value.bit_length() - 1)

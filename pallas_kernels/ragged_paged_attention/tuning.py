@@ -16,6 +16,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     AttentionShape,
     Config,
     gpu_config,
+    tpu_config,
     xla_config,
 )
 
@@ -67,6 +68,8 @@ def heuristic(backend: Backend, shape: AttentionShape, device_kind: str) -> Conf
     """Returns what `backend` chooses without measurements."""
     if backend is Backend.MOSAIC_GPU:
         return gpu_config(shape, device_kind)
+    if backend is Backend.MOSAIC_TPU:
+        return tpu_config(shape, device_kind)
     assert backend is Backend.XLA, backend
     return xla_config(shape)
 
