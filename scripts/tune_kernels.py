@@ -22,7 +22,14 @@ from absl import app, flags
 from pallas_kernels.devices import DEVICES, device_spec
 from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.ragged_paged_attention import tuning
-from pallas_kernels.ragged_paged_attention.tuner import Found, blocks_of, climb, shown_us, timer_of
+from pallas_kernels.ragged_paged_attention.tuner import (
+    Found,
+    blocks_of,
+    climb,
+    on_chip_bytes,
+    shown_us,
+    timer_of,
+)
 from pallas_kernels.ragged_paged_attention.workloads import HEADS, Workload, decode, prefill
 
 _HEADS = flags.DEFINE_multi_enum("heads", ["llama3-8b"], list(HEADS), "heads of one device")
@@ -116,18 +123,20 @@ def entry_of(found: Found, workloads: list[Workload], backend: Backend) -> tunin
 
 def show_roofline(kinds: list[str]) -> None:
     print("Nothing is measured: block sizes by roofline and budgets; times are the least possible.")
-    print("\n| device | workload | block sizes | us | MB | GFLOP | limit |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| device | workload | block sizes | KiB on chip | us | MB | GFLOP | limit |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind in kinds:
         spec = device_spec(kind)
         backend = backend_for(spec.platform)
         for workload in (workload for _, workloads in groups() for workload in workloads):
-            work = workload.work(backend)
-            config = tuning.heuristic(backend, workload.shape(backend), kind)
+            shape, work = workload.shape(backend), workload.work(backend)
+            config = tuning.heuristic(backend, shape, kind)
+            needed = on_chip_bytes(shape, config, workload.phase)
+            on_chip = "-" if needed is None else needed // 1024
             is_memory = work.hbm_bytes / spec.hbm_bytes_per_s >= work.seconds(spec)
             print(
                 f"| {kind} | {workload.name} | {blocks_of(config, workload.phase)} "
-                f"| {work.seconds(spec) * 1e6:.1f} | {work.hbm_bytes / 1e6:.1f} "
+                f"| {on_chip} | {work.seconds(spec) * 1e6:.1f} | {work.hbm_bytes / 1e6:.1f} "
                 f"| {work.flops / 1e9:.1f} | {'memory' if is_memory else 'arithmetic'} |"
             )
 

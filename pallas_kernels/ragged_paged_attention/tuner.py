@@ -14,8 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.devices import DEVICES
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.ragged_paged_attention.config import Config
+from pallas_kernels.ragged_paged_attention.config import (
+    AttentionShape,
+    Config,
+    GpuConfig,
+    TpuConfig,
+    gpu_decode_bytes,
+    tpu_decode_bytes,
+    tpu_prefill_bytes,
+)
 from pallas_kernels.ragged_paged_attention.workloads import (
     Workload,
     attend_with,
@@ -50,6 +59,18 @@ class Found:
 def blocks_of(config: Config, phase: str) -> dict[str, int]:
     """Returns the block sizes of one phase, whose name theirs begin with."""
     return {name: v for name, v in asdict(config).items() if name.startswith(phase)}
+
+
+def on_chip_bytes(shape: AttentionShape, config: Config, phase: str) -> int | None:
+    """Returns the VMEM or shared memory that a kernel takes; None where only its lowering knows."""
+    match config, phase:
+        case TpuConfig(), "decode":
+            return tpu_decode_bytes(shape, config.decode_rows, config.decode_pages)
+        case TpuConfig(), "prefill":
+            return tpu_prefill_bytes(shape, config.prefill_tokens, config.prefill_pages)
+        case GpuConfig(), "decode":
+            return gpu_decode_bytes(shape, config.decode_stages)
+    return None
 
 
 def neighbours(config: Config, phase: str) -> Iterator[Config]:
@@ -113,13 +134,18 @@ def timer_of(
 ) -> Timer:
     """Returns what times a config on all of `workloads`.
 
-    It raises ValueError for a config whose outputs are not those of the first one that it timed.
+    It raises ValueError for a config that takes more on-chip memory than the device has, which
+    compilers may need minutes to say, or whose outputs are not those of the first that it timed.
     """
     outputs: dict[str, np.ndarray] = {}
+    spec = DEVICES.get(jax.devices()[0].device_kind)
 
     def timer(config: Config) -> list[float]:
         times = []
         for workload in workloads:
+            needed = on_chip_bytes(workload.shape(backend), config, workload.phase)
+            if spec and needed and needed > spec.on_chip_bytes:
+                raise ValueError(f"takes {needed} of {spec.on_chip_bytes} bytes on the chip")
             num_layers = layers_for(workload, backend, pool_bytes)
             step = make_step(workload, backend, num_layers)
             program = compile_layers(attend_with(workload, backend, config), step, num_layers)

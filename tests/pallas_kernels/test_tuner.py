@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.devices import DEVICES, device_spec
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_paged_attention import tuning
 from pallas_kernels.ragged_paged_attention.config import XlaConfig
@@ -122,6 +124,20 @@ def test_block_sizes_that_change_the_results_are_refused(monkeypatch):
         timer(START)
 
 
+def test_block_sizes_over_the_on_chip_memory_are_refused_before_they_are_compiled(monkeypatch):
+    from pallas_kernels.ragged_paged_attention import tuner
+
+    spec = dataclasses.replace(device_spec("TPU v4"), on_chip_bytes=1000)
+    monkeypatch.setattr(tuner, "DEVICES", {"cpu": spec})
+    monkeypatch.setattr(tuner, "on_chip_bytes", lambda *_: 1001)
+    monkeypatch.setattr(tuner, "compile_layers", None)
+    timer = timer_of(
+        [decode(HEADS, 4, 40, 16, **TINY)], Backend.XLA, pool_bytes=10**6, repeats=1, calls=1
+    )
+    with pytest.raises(ValueError, match="1001 of 1000 bytes on the chip"):
+        timer(START)
+
+
 def test_a_workload_counts_its_own_tokens_in_its_context():
     assert decode(HEADS, 2, 100, 16).rows == ((100, 1), (100, 1))
     assert prefill(HEADS, 8, 92, 16).rows == ((100, 8),)
@@ -156,6 +172,18 @@ def test_the_script_keeps_what_wins(tmp_path):
     assert (entry.backend, entry.phase, entry.size) == ("xla", "decode", 2)
     assert (entry.blocks, entry.shape["num_kv_heads"]) == ({"decode_items": 64}, 3)
     assert entry.figures == {"decode_2_rows_64": {"us": 1e6, "us_before": 49e6}}
+
+
+def test_without_an_accelerator_the_script_shows_the_roofline_of_each_device_kind():
+    out = script("--rows=16", "--chunks=2048", "--contexts=8192")
+    assert "There is no accelerator here" in out
+    for kind in DEVICES:
+        assert f"| {kind} | decode_16_rows_8192 | {{'decode_" in out
+    [line] = [x for x in out.splitlines() if x.startswith("| NVIDIA H200 | prefill_2048")]
+    cells = [cell.strip() for cell in line.split("|")]
+    flops = 4 * 32 * 128 * (2048 * 8192 + 2048 * 2049 / 2)
+    assert float(cells[5]) == pytest.approx(flops / 989e12 * 1e6, abs=0.1)
+    assert cells[8] == "arithmetic"
 
 
 @pytest.mark.slow
