@@ -46,7 +46,7 @@ def decode(
     sinks = jnp.pad(sinks * _LOG2E, ((0, 0), (0, no_heads)))
     parts, ends = _parts_of(kv_lens, window, config.decode_splits)
     return _attend(
-        padded.astype(_operand_dtype(kv_pool.dtype)), kv_pool, jnp.stack([layer, window]), kv_lens,
+        padded.astype(_operand_dtype(kv_pool.dtype)), kv_pool, jnp.stack([layer, window]),
         page_indices, parts, ends, sinks, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_stages=config.decode_stages, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
@@ -64,8 +64,8 @@ def _window_start(kv_len, window):
 def _parts_of(kv_lens, window, num_splits):
     """Deals out the blocks that rows see.
 
-    Returns i32[S + num_splits, 3], a part's row, first block and end of blocks (no blocks in parts
-    that are left over), and i32[S], the end of each row's parts.
+    Returns i32[S + num_splits, 4], a part's row, its first block, the end of its blocks (there are
+    none in parts that are left over) and kv_len; and i32[S], the end of each row's parts.
     """
     num_rows = kv_lens.shape[0]
     first = _window_start(kv_lens, window) // BLOCK
@@ -79,15 +79,14 @@ def _parts_of(kv_lens, window, num_splits):
     row = jnp.minimum(jnp.sum(part[:, None] >= ends, axis=1), num_rows - 1)
     begin = first[row] + (part - ends[row] + counts[row]) * length[row]
     end = jnp.minimum(begin + length[row], last[row])
-    return jnp.stack([row, begin, end], axis=1), ends
+    return jnp.stack([row, begin, end, kv_lens[row]], axis=1), ends
 
 
-@functools.partial(
-    jax.jit, static_argnames=("out_type", "num_stages", "soft_cap", "interpret")
-)  # so that an unrolled layer loop holds the kernels once
+# Jitted, so that an unrolled layer loop holds the kernels once.
+@functools.partial(jax.jit, static_argnames=("out_type", "num_stages", "soft_cap", "interpret"))
 def _attend(
-    q, kv_pool, scalars, kv_lens, page_indices, parts, ends, sinks, *,
-    out_type, num_stages, soft_cap, interpret,
+    q, kv_pool, scalars, page_indices, parts, ends, sinks, *, out_type, num_stages,
+    soft_cap, interpret,
 ):  # fmt: skip
     """Runs both kernels. q `[S, K, G, W]` and sinks f32[K, G] of base 2, G in eights; scalars
     i32[2] = (layer, window). Returns an array of `out_type` `[S, K, real G, W]`."""
@@ -117,7 +116,7 @@ def _attend(
         scratch_types=scratch,
         interpret=interpret,
         kernel_name="decode_attention",
-    )(q, kv_pool, scalars, kv_lens, page_indices, parts)
+    )(q, kv_pool, scalars, page_indices, parts)
     return plgpu.kernel(
         _join_kernel,
         out_type=out_type,
@@ -130,31 +129,34 @@ def _attend(
 
 
 def _attend_kernel(
-    q_ref, pool_ref, scalars_ref, lens_ref, pages_ref, parts_ref, acc_ref, best_ref, total_ref, *,
+    q_ref, pool_ref, scalars_ref, pages_ref, parts_ref, acc_ref, best_ref, total_ref, *,
     q_smem, q_arrived, k_smem, k_arrived, v_smem, v_arrived, p_smem, wide_smem=None, soft_cap,
 ):  # fmt: skip
     """Leaves f32 acc `[W, G]` and, of base 2, best and total `[G]` of its part and head: the
     softmax over the part is acc / total, and weighs exp2(best) * total. Nothing without blocks."""
     part, head = lax.axis_index("part"), lax.axis_index("head")
-    row, begin, end = (parts_ref[part, i] for i in range(3))
-    layer, window, kv_len = scalars_ref[0], scalars_ref[1], lens_ref[row]
+    row, begin, end, kv_len = (parts_ref[part, i] for i in range(4))
+    layer, window = scalars_ref[0], scalars_ref[1]
     low = _window_start(kv_len, window)
     num_stages, _, width = k_smem.shape
     group, page_size = q_smem.shape[0], pool_ref.shape[2]
     keys, values = (k_smem, k_arrived, 2 * head), (v_smem, v_arrived, 2 * head + 1)
 
     def fetch(what, block):
-        """Starts the copies of a block, if it is one of ours; past the last page, of that page."""
+        """Starts the copies of a block, if it is one of ours. Pages that hold nothing seen are not
+        read: the nearest that does comes in their place."""
         smem, arrived, pool_row = what
         piece = min(page_size, BLOCK)
-        last = kv_len - 1 - lax.rem(kv_len - 1, piece)
+        lowest, last = low - lax.rem(low, piece), kv_len - 1 - lax.rem(kv_len - 1, piece)
 
         @pl.when(block < end)
         def _():
             slot = _slot(block - begin, num_stages)
-            for start in range(0, BLOCK, piece):
-                token = jnp.minimum(block * BLOCK + start, last)
-                page = _page(pages_ref, row, lax.div(token, page_size))
+            starts = range(0, BLOCK, piece)
+            tokens = [jnp.clip(block * BLOCK + start, lowest, last) for start in starts]
+            # All ids are asked for before any is waited for.
+            pages = [_page(pages_ref, row, lax.div(token, page_size)) for token in tokens]
+            for start, token, page in zip(starts, tokens, pages, strict=True):
                 offset = pl.multiple_of(lax.rem(token, page_size), piece)
                 plgpu.copy_gmem_to_smem(
                     pool_ref.at[layer, page, pl.ds(offset, piece), pool_row],
