@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from scripts.device_check import __main__ as check
 from scripts.device_check.goals import judge
 from scripts.device_check.record import Record, read
 from scripts.device_check.sizes import FULL, SMOKE, decode_name, num_copies, prefill_name
-from scripts.device_check.trace import idle_figures
+from scripts.device_check.trace import _device_intervals, idle_figures
 
 ROOT = Path(__file__).parent.parent
 MEASURED = [
@@ -105,6 +106,24 @@ def test_idle_time_is_what_no_stream_fills():
 def test_many_short_gaps_inside_a_step_do_not_hide_the_one_after_it():
     kernels = [(n * 1000 + k * 10, n * 1000 + k * 10 + 9) for n in range(5) for k in range(50)]
     assert idle_figures(kernels, num_steps=4)["gap_us"] == pytest.approx(0.501)
+
+
+def plane(name: str, **lines: tuple[int, int]) -> SimpleNamespace:
+    """A plane of a profile with an event of (start, duration) in each line."""
+    events = {n: [SimpleNamespace(start_ns=s, duration_ns=d)] for n, (s, d) in lines.items()}
+    return SimpleNamespace(
+        name=name, lines=[SimpleNamespace(name=n, events=e) for n, e in events.items()]
+    )
+
+
+def test_a_gpu_is_judged_by_its_streams_and_a_tpu_by_its_programs():
+    programs = {"XLA Modules": (0, 100)}
+    gpu = plane(
+        "/device:GPU:0", **{"Stream #1(Compute)": (10, 20), "Stream #2": (5, 2)}, **programs
+    )
+    assert list(_device_intervals([gpu])) == [(10, 30), (5, 7)]
+    tpu = plane("/device:TPU:0", **programs, **{"XLA Ops": (1, 2)})
+    assert list(_device_intervals([plane("/host:CPU", python=(0, 9)), tpu])) == [(0, 100)]
 
 
 def test_names_of_steps_are_those_of_the_workloads():

@@ -23,7 +23,7 @@ from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import LayerLoop
+from jserve.models.decoder import BEST_LOOP
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import head_layout
 from jserve.models.layers import WEIGHT_STDDEV
@@ -31,8 +31,9 @@ from jserve.models.params import ParamShape, is_norm, param_shapes
 from jserve.runner.compile import compile_steps, on_each_compilation
 from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
+from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner, StepHandle
-from jserve.runner.step import StepOptions, StepState
+from jserve.runner.step import StepOptions, StepState, why_unsupported
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
 from jserve.text.tokenizer import BYTE_ALPHABET, Tokenizer
@@ -46,8 +47,6 @@ from scripts.device_check.record import Record
 from scripts.device_check.sizes import Sizes
 from scripts.device_check.trace import device_gaps
 
-LOOPS: dict[str, LayerLoop] = {"cpu": "switched", "tpu": "scanned", "gpu": "unrolled"}
-
 
 class Checked:
     """A warm engine, with what the measurements need to see of it. It is a Runner itself, which
@@ -59,7 +58,7 @@ class Checked:
         self.model = model_config_from_hf(sizes.model)
         dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
         mesh, layout = make_mesh(1), head_layout(self.model)
-        loop = LOOPS[platform]
+        loop = BEST_LOOP[platform]
         self.params = random_params(
             param_shapes(self.model, layout, stacked=loop == "scanned"), dtype, mesh
         )
@@ -74,6 +73,10 @@ class Checked:
         buckets = [Bucket(n, n, True) for n in sizes.engine_rows]
         buckets.append(Bucket(limits.max_num_batched_tokens, limits.max_num_seqs, False))
         options = StepOptions(self.model, mesh, backend, loop, limits.max_pages_per_seq)
+        for bucket in buckets:
+            reason = why_unsupported(options, layout, bucket, limits.page_size, dtype)
+            if reason is not None:
+                raise NotImplementedError(reason)
         steps = compile_steps(options, buckets, self.params, state)
         self._runner = Runner(self.params, state, steps)
         scheduler = Scheduler(limits)
@@ -134,6 +137,7 @@ def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     """See `__main__`: records rates by rows, inter-token times, compilations and idle gaps."""
     del is_small, out
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="  %(message)s")
+    set_compiler_flags()
     copy = copy_bytes_per_s(sizes)
     begin = time.perf_counter()
     checked = Checked(sizes)
