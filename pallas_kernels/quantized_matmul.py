@@ -2,7 +2,7 @@
 
 Plain XLA, as no kernel is needed: where weights lie as they do here, the compilers for TPUs and for
 the H200 read them in their own bits and convert them on the way to the matrix unit. What is read
-per weight, a byte or half of one, is what decode costs (docs/accelerators.md).
+per weight, a byte or half of one, is what decode costs.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _w8a8(w: QuantizedTensor, x: Float[Array, "*in T"]) -> Float[Array, "*out T"
 
 def _by_group(w: QuantizedTensor, x: Float[Array, "*in T"]) -> Float[Array, "*out T"]:
     x = x.reshape(w.values.shape[0], w.values.shape[-1], x.shape[-1])  # [D/g, g, T]
-    if 2 * x.shape[2] < x.shape[1]:
+    if w.values.shape[0] == 1 or 2 * x.shape[2] < x.shape[1]:
         return _scale_sums(w, x)
     # A GPU writes each group's sums to memory: from g / 2 tokens on, more than weights made anew.
     return jax.lax.platform_dependent(w, x, cuda=_scale_weights, default=_scale_sums)
