@@ -15,6 +15,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_paged_attention import workloads
 from scripts.device_check import __main__ as check
 from scripts.device_check.goals import judge
+from scripts.device_check.numerics import cases
 from scripts.device_check.record import Record, read
 from scripts.device_check.sizes import FULL, SMOKE, decode_name, num_copies, prefill_name
 from scripts.device_check.trace import _device_intervals, idle_figures
@@ -124,6 +125,15 @@ def test_a_gpu_is_judged_by_its_streams_and_a_tpu_by_its_programs():
     assert list(_device_intervals([gpu])) == [(10, 30), (5, 7)]
     tpu = plane("/device:TPU:0", **programs, **{"XLA Ops": (1, 2)})
     assert list(_device_intervals([plane("/host:CPU", python=(0, 9)), tpu])) == [(0, 100)]
+
+
+def test_decode_cases_have_a_token_for_each_row_and_no_case_a_negative_padding():
+    for name, case in cases(is_small=False):
+        paddings = (case.padding_tokens, case.padding_rows, case.spare_pages, case.spare_columns)
+        assert min(paddings) >= 0, name
+        num_tokens = sum(q_len for _, q_len in case.rows) + case.padding_tokens
+        if name.startswith("decode"):
+            assert num_tokens == len(case.rows) + case.padding_rows, name
 
 
 def test_names_of_steps_are_those_of_the_workloads():

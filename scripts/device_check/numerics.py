@@ -69,8 +69,9 @@ def cases(is_small: bool) -> Iterator[tuple[str, Case]]:
     for name, settings in features.items():
         yield f"mixed_{name}", _padded(replace(wide, **settings))
     many = tuple((1 + 37 * i % 600, 1) for i in range(128))
-    yield "decode_128_rows", replace(wide, rows=many)
-    yield "decode_8k", replace(wide, rows=((8192, 1), (8191, 1), (1, 1)))
+    alike = {"padding_rows": 1, "padding_tokens": 1}  # a decode step has a token for each row
+    yield "decode_128_rows", replace(wide, rows=many, **alike)
+    yield "decode_8k", replace(wide, rows=((8192, 1), (8191, 1), (1, 1)), **alike)
     yield "prefill_8k", replace(wide, rows=((8192, 70),), num_heads=2, num_kv_heads=1)
 
 
