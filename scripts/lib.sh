@@ -92,3 +92,25 @@ set_up_venv() {
   "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
   say "$made_from $extra" >"$stamp"
 }
+
+# The compilers of accelerators, and what of the project's needs a step has. libtpu comes with jax;
+# the GPU's compiler is taken without NVIDIA's libraries, which only running needs.
+ACCELERATOR_PACKAGES=("jax[tpu]==0.11.2" flax jaxtyping absl-py)
+ACCELERATOR_PACKAGES_ALONE=(jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2)
+
+# set_up_accelerator_venv FOLDER: an environment that compiles for TPUs and GPUs, with a stamp too.
+set_up_accelerator_venv() {
+  local folder=$1 stamp="$1/.jserve-setup" python
+  local made_from="$PWD ${ACCELERATOR_PACKAGES[*]} ${ACCELERATOR_PACKAGES_ALONE[*]}"
+  if [[ "$(cat "$stamp" 2>/dev/null)" == "$made_from" ]]; then
+    say "Environment: $folder as it is"
+    return
+  fi
+  python=$(find_python 3.12)
+  say "Environment: making $folder with compilers for accelerators (about 500 MB the first time)"
+  make_venv "$python" "$folder"
+  local install=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
+  "${install[@]}" "${ACCELERATOR_PACKAGES[@]}"
+  "${install[@]}" --no-deps "${ACCELERATOR_PACKAGES_ALONE[@]}" -e .
+  say "$made_from" >"$stamp"
+}

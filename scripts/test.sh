@@ -6,24 +6,29 @@ cd "$(dirname "$0")/.."
 
 usage() {
   cat <<'TEXT'
-scripts/test.sh [--quick] [--gemma] [--python=VERSION] [argument of pytest ...]
+scripts/test.sh [--quick] [--gemma] [--no-accelerators] [--python=VERSION] [argument of pytest ...]
 
-Checks style and types, then runs the tests, in .venv. The default model is fetched on first use.
+Checks style and types, runs the tests, in .venv, then compiles for TPUs and GPUs, which need not be
+there, in .venv-accelerators. The default model is fetched on first use.
 
-  --quick           leave out the slow tests
-  --gemma           also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
-  --python=VERSION  3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
+  --quick            leave out the slow tests and the compilers for accelerators
+  --gemma            also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
+  --no-accelerators  leave out the compilers for accelerators, as any argument of pytest does
+  --python=VERSION   3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
 TEXT
 }
 
-venv=.venv versions=("${PYTHON_VERSIONS[@]}") lint=true pytest=(--durations=15)
+venv=.venv versions=("${PYTHON_VERSIONS[@]}") lint=true accelerators=true pytest=(--durations=15)
 for argument in "$@"; do
   case $argument in
-    --quick) pytest+=(-m "not slow") ;;
+    --quick) pytest+=(-m "not slow") accelerators=false ;;
     --gemma) pytest+=(--gemma) ;;
-    --python=*) versions=("${argument#*=}") venv=.venv-${argument#*=} lint=false ;;
+    --no-accelerators) accelerators=false ;;
+    --python=*)
+      versions=("${argument#*=}") venv=.venv-${argument#*=} lint=false accelerators=false
+      ;;
     --help | -h) usage && exit ;;
-    *) pytest+=("$argument") ;;
+    *) pytest+=("$argument") accelerators=false ;;
   esac
 done
 
@@ -43,3 +48,14 @@ fi
 begin=$(now_ms)
 "$venv/bin/python" -m pytest "${pytest[@]}" # not zero also where no test was selected
 say "Tests: passed, $(since_ms "$begin")"
+
+if $accelerators; then
+  begin=$(now_ms)
+  set_up_accelerator_venv .venv-accelerators
+  say "Environment: ready after $(since_ms "$begin")"
+  begin=$(now_ms)
+  .venv-accelerators/bin/python scripts/check_accelerators.py --quick
+  say "Accelerators: compiled within their bounds, $(since_ms "$begin")"
+else
+  say "Accelerators: not compiled for; scripts/test.sh alone, or with --gemma, does"
+fi

@@ -1,0 +1,139 @@
+"""Finds in compilers' texts what costs memory or time. Knows their formats, no device or model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+# Instructions that give a value that exists already another place, shape, type or order.
+_MOVES = {
+    *("copy", "copy-start", "transpose", "convert", "reshape", "slice", "dynamic-slice", "pad"),
+    *("concatenate", "reverse", "all-gather", "all-gather-start", "all-to-all"),
+}
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "copy-done"}
+_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+_HOST = {"send", "recv", "infeed", "outfeed"}
+_HOST_MEMORY = "S(5)"
+
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"[})\]] ([a-z][\w\-]*)\(")
+_SHAPE = re.compile(r"\b[a-z]\w*\[([\d,]*)\](\{[^}]*\})?")
+_CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+
+
+class Instruction(NamedTuple):
+    computation: str
+    name: str
+    opcode: str
+    result: str  # its type as written
+    calls: str | None  # the computation of a fusion
+
+    @property
+    def num_elements(self) -> int:
+        """Of its largest array in HBM."""
+        sizes = [
+            math.prod(int(d) for d in dims.split(",") if d)
+            for dims, layout in _SHAPE.findall(self.result)
+            if "S(1)" not in layout  # a TPU's VMEM: weights are prefetched there
+        ]
+        return max(sizes, default=0)
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """Yields every instruction of an optimised HLO module's text."""
+    computation = ""
+    for line in text.splitlines():
+        found = _INSTRUCTION.match(line)
+        if not found:
+            opens = _COMPUTATION.match(line)
+            computation = opens[1] if opens else computation
+            continue
+        name, rest = found.groups()
+        opcode = _OPCODE.search(rest)
+        if opcode:
+            calls = _CALLS.search(rest)
+            yield Instruction(
+                computation, name, opcode[1], rest[: opcode.start() + 1], calls and calls[1]
+            )
+
+
+def copies(text: str, sizes: Collection[int]) -> list[str]:
+    """Returns the instructions that only move data and write an array in HBM of as many elements as
+    one of `sizes`, whatever its shape and type: copies, transposes, conversions, slices.
+
+    A fusion counts if all it does is move. What a fusion holds inside is no array, so that a slice
+    that a product reads in place is none of these.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    for instruction in instructions(text):
+        computations.setdefault(instruction.computation, []).append(instruction)
+    fused = {i.calls for body in computations.values() for i in body if i.opcode == "fusion"}
+
+    def moves(instruction: Instruction) -> bool:
+        if instruction.opcode == "fusion":
+            # Index arithmetic is on few elements.
+            body = [i for i in computations[str(instruction.calls)] if i.num_elements > 64]
+            return all(moves(i) or i.opcode in _FREE for i in body)
+        return instruction.opcode in _MOVES
+
+    return [
+        f"{i.name} = {i.result} {i.opcode}"
+        for name, body in computations.items()
+        if name not in fused
+        for i in body
+        if i.num_elements in sizes and moves(i)
+    ]
+
+
+def collectives(text: str) -> Counter[tuple[str, int]]:
+    """Returns how often each collective of how many elements stands in the text; in a loop's body
+    once. An asynchronous one counts once, where it starts."""
+    return Counter(
+        (opcode, i.num_elements)
+        for i in instructions(text)
+        if (opcode := i.opcode.removesuffix("-start")) in _COLLECTIVES
+    )
+
+
+def host_transfers(text: str) -> list[str]:
+    """Returns the instructions by which a step would wait for the host, or read its memory."""
+    return [
+        f"{i.name} = {i.result} {i.opcode}"
+        for i in instructions(text)
+        if i.opcode.removesuffix("-start") in _HOST or _HOST_MEMORY in i.result
+    ]
+
+
+class PtxasReport(NamedTuple):
+    """What ptxas says of one kernel: registers of a thread, bytes spilled to memory."""
+
+    kernel: str
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+_PTXAS = re.compile(
+    r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def ptxas_reports(output: str) -> list[PtxasReport]:
+    """Returns the reports in what a compilation printed with MOSAIC_GPU_DUMP_PTXAS=1."""
+    return [
+        PtxasReport(kernel, int(registers), int(stores), int(loads))
+        for kernel, stores, loads, registers in _PTXAS.findall(output)
+    ]
+
+
+def wgmma_counts(output: str) -> dict[str, int]:
+    """Returns by kernel how many tensor core products its PTX has, in what a compilation printed
+    with MOSAIC_GPU_DUMP_PTX=1."""
+    kernels = (text.split("(", 1) for text in output.split(".visible .entry ")[1:])
+    return {name: body.count("wgmma.mma_async") for name, body in kernels}
