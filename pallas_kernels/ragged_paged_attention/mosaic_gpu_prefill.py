@@ -195,7 +195,7 @@ def _kernel(
         @pl.loop(tile.low, tile.high)
         def _(number):
             count = met + number - tile.low
-            slot = lax.rem(count, stages)
+            slot = _slot(count, stages)
             tokens = [number * block + first for first in range(0, block, piece)]
             pages = [
                 _page(pages_ref, tile.row, lax.min(lax.div(token, page_size), last_page))
@@ -217,7 +217,7 @@ def _kernel(
 
         @pl.loop(met, met + tile.high - tile.low)
         def _(count):
-            slot = lax.rem(count, stages)
+            slot = _slot(count, stages)
             for kv in range(2):
                 _wait(raw_ready[kv].at[slot])
                 pl.when(count >= stages)(functools.partial(_wait, kv_free[kv].at[slot]))
@@ -249,16 +249,24 @@ def _kernel(
 
         def seen(s, base):
             token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILED)
-            high = lax.broadcast_in_dim(positions - base, s.shape, [0])
-            low = lax.broadcast_in_dim(positions - base - window, s.shape, [0])
-            return jnp.where((token <= high) & (token > low), s, _MASKED)
+            age = lax.broadcast_in_dim(positions - base, s.shape, [0]) - token
+            return jnp.where(age.astype(jnp.uint32) < window.astype(jnp.uint32), s, _MASKED)
 
         def step(number, carry):
             acc, best, total = carry
-            slot = lax.rem(met + number - tile.low, stages)
+            slot = _slot(met + number - tile.low, stages)
             base = number * block
+            keys, values = kv_smem[0].at[slot].transpose((1, 0)), kv_smem[1].at[slot]
+            begin, end = tile.position - window + 1 - base, tile.kv_len - base
+            # Warpgroup 0 is half a step ahead: its turn ends before the other meets the values.
+            dirty = (warpgroup == 0) & ((begin > 0) | (end < block))
+
+            @pl.when(dirty)
+            def _():
+                _wait(kv_ready[1].at[slot])
+                _clean(values, begin, end)
+
             _wait(kv_ready[0].at[slot])
-            keys = kv_smem[0].at[slot].transpose((1, 0))
             s = _product(q_smem.at[warpgroup], keys, (ROWS, block), take_turns)
             plgpu.barrier_arrive(kv_free[0].at[slot])
             s = (s if soft_cap is None else _capped(s, soft_cap)) * _LOG2E
@@ -269,14 +277,9 @@ def _kernel(
             p = jnp.exp2(s - lax.broadcast_in_dim(new_best, s.shape, [0]))
             total = total * keep + p.sum(axis=1)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
-            values = kv_smem[1].at[slot]
-            _wait(kv_ready[1].at[slot])
-            begin, end = tile.position - window + 1 - base, tile.kv_len - base
-            # Warpgroup 0 is half a step ahead: its turn ends before the other meets the values.
-            dirty = (warpgroup == 0) & ((begin > 0) | (end < block))
-            pl.when(dirty)(lambda: _clean(values, begin, end))
-            take_turns()
             p = p.astype(q_smem.dtype)
+            pl.when(~dirty)(lambda: _wait(kv_ready[1].at[slot]))
+            take_turns()
             if p_smem is None:
                 acc = _plus_product(acc, p, values)
             else:
@@ -293,7 +296,7 @@ def _kernel(
         pl.when(warpgroup == 1)(take_turns)
         acc, _, total = lax.fori_loop(tile.low, tile.high, step, (acc, best, total))
         pl.when(warpgroup == 0)(take_turns)
-        out = acc / lax.broadcast_in_dim(total, acc.shape, [0])
+        out = acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])
         _store(
             out,
             out_smem.at[warpgroup],
@@ -302,14 +305,17 @@ def _kernel(
             lax.clamp(0, tile.length - mine, ROWS),
         )
 
-    def role(one, registers, change, free=None):
+    def role(one, registers, change, free=()):
         """Runs a warpgroup's part; whoever waits for free buffers waits for all in the end, as
         barriers must outlive their use."""
         plgpu.set_max_registers(registers, action=change)
         met = for_my_tiles(one)
         plgpu.wait_smem_to_gmem(0)
-        for slot, kv in itertools.product(range(stages), range(2 if free else 0)):
-            pl.when(met > slot)(functools.partial(_wait, free[kv].at[slot]))
+        for barriers in free:
+
+            @pl.loop(0, lax.min(met, stages))
+            def _(slot, barriers=barriers):
+                _wait(barriers.at[slot])
 
     if raw_smem is None:
         pl.when(warpgroup < 2)(lambda: role(attend, 232, "increase"))
@@ -344,8 +350,10 @@ def _clean(values, begin, end):
 
 
 def _capped(s, cap):
-    """cap * tanh(s / cap), of exponentials: the hardware's own tanh is good to 11 bits only."""
-    return cap - 2 * cap / (1 + jnp.exp2(s * (2 * _LOG2E / cap)))
+    """cap * tanh(s / cap). The hardware's own tanh is good to 11 bits only, and its division takes
+    many steps: 1 / x is rsqrt(x) squared."""
+    root = lax.rsqrt(1 + jnp.exp2(s * (2 * _LOG2E / cap)))
+    return cap - 2 * cap * root * root
 
 
 def _product(a, b, shape, meanwhile=lambda: None):
@@ -396,6 +404,10 @@ def _store(out, smem, ref, start, length):
 
 def _page(pages_ref, row, number):
     return pages_ref[row, number]
+
+
+def _slot(count, stages):
+    return lax.rem(count, stages)
 
 
 def _wait(barrier):
