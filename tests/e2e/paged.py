@@ -46,16 +46,24 @@ class Answer:
 class PagedModel:
     """One model's two compiled steps and its KV pool, for any number of schedulers in turn."""
 
-    def __init__(self, params: Any, config: ModelConfig, *, page_size: int, loop: str) -> None:
+    def __init__(
+        self,
+        params: Any,
+        config: ModelConfig,
+        *,
+        page_size: int,
+        loop: str,
+        backend: Backend = Backend.XLA,
+    ) -> None:
         self.config = config
         self.page_size = page_size
         self._params = params
         pages_per_seq = -(-MAX_MODEL_LEN // page_size)
         self.num_pages = MAX_ROWS * pages_per_seq + 1
-        self._options = StepOptions(config, make_mesh(1), Backend.XLA, loop, pages_per_seq)
+        self._options = StepOptions(config, make_mesh(1), backend, loop, pages_per_seq)
         pool = make_pool(
             config,
-            layout_of(Backend.XLA, config, head_layout(config), jnp.float32),
+            layout_of(backend, config, head_layout(config), jnp.float32),
             jnp.float32,
             self.num_pages,
             page_size,
