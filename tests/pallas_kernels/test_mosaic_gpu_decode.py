@@ -195,7 +195,8 @@ FAULTS = {
 @pytest.mark.usefixtures("reads_seen")
 def test_a_planted_race_is_found(name, plant, capfd):
     plant(*FAULTS[name])
-    with pytest.raises(Exception, match="RACE DETECTED"):
+    # jax 0.11 prints the race and goes on, and may then find that nobody waited for the first copy.
+    with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         check_races(decode(200), capfd)
 
 
