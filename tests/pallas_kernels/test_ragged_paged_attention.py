@@ -246,12 +246,19 @@ def test_padding_tokens_give_zero():
     assert not out[step.num_real_tokens :].any()
 
 
-@pytest.mark.parametrize("rows", [((40, 1),), ((40, 1), (9, 1)), MIXED.rows])
-def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows):
+@pytest.mark.parametrize(
+    ("rows", "kv_dtype"),
+    [
+        (((40, 1),), "float32"),
+        (((40, 1), (9, 1)), "float32"),
+        (MIXED.rows, "float32"),
+        (MIXED.rows, "int8"),
+    ],
+)
+def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows, kv_dtype):
     decode_only = all(q_len == 1 for _, q_len in rows)
-    case = dataclasses.replace(
-        MIXED, rows=rows, num_layers=8, spare_pages=400, padding_rows=0, padding_tokens=0
-    )
+    empty = dict(padding_rows=0, padding_tokens=0, spare_pages=400, num_layers=8)
+    case = dataclasses.replace(MIXED, rows=rows, kv_dtype=kv_dtype, **empty)
     step = build(case)
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -271,7 +278,7 @@ def test_donated_pool_is_written_in_place_inside_a_layer_loop(rows):
     assert memory.alias_size_in_bytes == pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 8
     shape = ",".join(map(str, pool.shape))
-    assert not re.findall(rf"f32\[{shape}\]\S* copy\(", program.as_text())
+    assert not re.findall(rf"\[{shape}\]\S* (copy|convert)\(", program.as_text())
     assert "xla_cpu_small_call" not in program.as_text()  # a scalar kernel; see reference.py
     address = pool.unsafe_buffer_pointer()
     _, pool = program(step.q, pool)
