@@ -4,9 +4,10 @@ how its alternatives in JAX do on the same steps."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,18 @@ from pallas_kernels.ragged_paged_attention.workloads import (
 from scripts.device_check.record import Record
 from scripts.device_check.sizes import Sizes, num_copies
 
+COMPILE_THREADS = 8
+
+
+class Form(NamedTuple):
+    """One way to do one step; `make(workload, backend)` gives its `attend`."""
+
+    name: str
+    workload: Workload
+    backend: Backend
+    num_layers: int
+    make: Callable
+
 
 def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     """See `__main__`: records the two ceilings, then each form of each step."""
@@ -35,35 +48,51 @@ def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     ceilings = {"decode": copy_bytes_per_s(sizes), "prefill": matmul_flop_per_s(sizes)}
     record.add("copy", gb_per_s=ceilings["decode"] / 1e9)
     record.add("matmul", tflop_per_s=ceilings["prefill"] / 1e12)
-    native = backend_for(jax.default_backend())
-    settings = (HEADS[sizes.heads], sizes.page_size)
-    longest = max(n for _, n in sizes.decode)
-    steps = [
-        *(decode(settings[0], *step, settings[1], max_model_len=longest) for step in sizes.decode),
-        *(prefill(settings[0], *step, settings[1]) for step in sizes.prefill),
-    ]
-    forms = [("kernel", native, attend_with)]
-    forms += [("xla", Backend.XLA, attend_with)] if native is not Backend.XLA else []
-    forms += [("gather", Backend.XLA, _gathered)]
-    for form, backend, make in forms:
-        for workload in steps:
-            if form == "gather" and workload.phase == "prefill":
-                continue
-            with record.guard(f"{workload.name} {form}"):
-                num_layers = layers_for(workload, backend, sizes.pool_bytes)
-                step = make_step(workload, backend, num_layers)
-                program = compile_layers(make(workload, backend), step, num_layers)
-                repeats, calls = (sizes.repeats, sizes.calls) if form == "kernel" else (2, 1)
-                seconds, _, _ = measure(program, step, num_layers, repeats, calls)
-                record.add(
-                    f"{workload.name} {form}", form=form, **_figures(workload, seconds, ceilings)
-                )
+    steps = _steps(sizes)
+    # All are compiled before any is timed: XLA tries its own choices out on the device meanwhile.
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        compiled = [(form, threads.submit(_compile, form)) for form in _paged_forms(steps, sizes)]
+    record.add("compiled", seconds=time.perf_counter() - begin, programs=len(compiled))
+    for form, program in compiled:
+        name = f"{form.workload.name} {form.name}"
+        with record.guard(name):
+            step = make_step(form.workload, form.backend, form.num_layers)
+            repeats, calls = (sizes.repeats, sizes.calls) if form.name == "kernel" else (2, 1)
+            seconds, _, _ = measure(program.result(), step, form.num_layers, repeats, calls)
+            record.add(name, form=form.name, **_figures(form.workload, seconds, ceilings))
     for workload in steps:
         with record.guard(f"{workload.name} cudnn"):
-            seconds = _cudnn_s(workload, sizes)
-            record.add(
-                f"{workload.name} cudnn", form="cudnn", **_figures(workload, seconds, ceilings)
-            )
+            figures = _figures(workload, _cudnn_s(workload, sizes), ceilings)
+            record.add(f"{workload.name} cudnn", form="cudnn", **figures)
+
+
+def _steps(sizes: Sizes) -> list[Workload]:
+    heads, page_size = HEADS[sizes.heads], sizes.page_size
+    longest = max(context for _, context in sizes.decode)
+    return [
+        *(decode(heads, *step, page_size, max_model_len=longest) for step in sizes.decode),
+        *(prefill(heads, *step, page_size) for step in sizes.prefill),
+    ]
+
+
+def _paged_forms(steps: list[Workload], sizes: Sizes) -> Iterator[Form]:
+    """Yields the kernel, then the XLA backend and the gather, which are slow, and only compared
+    with: two layers of them do."""
+    native = backend_for(jax.default_backend())
+    for workload in steps:
+        num_layers = layers_for(workload, native, sizes.pool_bytes)
+        yield Form("kernel", workload, native, num_layers, attend_with)
+    for workload in steps if native is not Backend.XLA else ():
+        yield Form("xla", workload, Backend.XLA, 2, attend_with)
+    for workload in steps:
+        if workload.phase == "decode":
+            yield Form("gather", workload, Backend.XLA, 2, _gathered)
+
+
+def _compile(form: Form) -> jax.stages.Compiled:
+    shapes = jax.eval_shape(lambda: make_step(form.workload, form.backend, form.num_layers))
+    return compile_layers(form.make(form.workload, form.backend), shapes, form.num_layers)
 
 
 def copy_bytes_per_s(sizes: Sizes) -> float:
