@@ -24,6 +24,7 @@ prepare_process()
 
 from accelerators.kernels import kernel_cases  # noqa: E402
 from accelerators.negatives import negative_cases  # noqa: E402
+from accelerators.primitives import primitive_cases  # noqa: E402
 from accelerators.report import document, summary, tables  # noqa: E402
 from accelerators.steps import step_cases  # noqa: E402
 from accelerators.workers import answers_apart_from_output, run_all, serve  # noqa: E402
@@ -42,7 +43,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "accelerators.md"
 def main(argv: list[str]) -> int:
     if argv[1:]:
         raise app.UsageError(f"{argv[1:]} are no flags")
-    cases = [*negative_cases(), *step_cases(), *kernel_cases()]
+    cases = [*negative_cases(), *step_cases(), *kernel_cases(), *primitive_cases()]
     if _SERVE.value:
         serve({case.name: case for case in cases}, sys.stdin, answers_apart_from_output())
         return 0
