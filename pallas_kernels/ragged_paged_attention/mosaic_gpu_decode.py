@@ -46,7 +46,7 @@ def decode(
     sinks = jnp.pad(sinks * _LOG2E, ((0, 0), (0, no_heads)))
     parts, ends = _parts_of(kv_lens, window, config.decode_splits)
     return _attend(
-        padded.astype(_operand_dtype(kv_pool.dtype)), kv_pool, jnp.stack([layer, window]),
+        padded.astype(_operand_dtype(kv_pool.dtype)), kv_pool, layer[None], window[None],
         page_indices, parts, ends, sinks, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_stages=config.decode_stages, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
@@ -85,11 +85,11 @@ def _parts_of(kv_lens, window, num_splits):
 # Jitted, so that an unrolled layer loop holds the kernels once.
 @functools.partial(jax.jit, static_argnames=("out_type", "num_stages", "soft_cap", "interpret"))
 def _attend(
-    q, kv_pool, scalars, page_indices, parts, ends, sinks, *, out_type, num_stages,
-    soft_cap, interpret,
+    q, kv_pool, layer, window, page_indices, parts, ends, sinks, *,
+    out_type, num_stages, soft_cap, interpret,
 ):  # fmt: skip
-    """Runs both kernels. q `[S, K, G, W]` and sinks f32[K, G] of base 2, G in eights; scalars
-    i32[2] = (layer, window). Returns an array of `out_type` `[S, K, real G, W]`."""
+    """Runs both kernels. q `[S, K, G, W]` and sinks f32[K, G] of base 2, G in eights; layer and
+    window i32[1]. Returns an array of `out_type` `[S, K, real G, W]`."""
     _, num_kv_heads, group, width = q.shape
     copies = BLOCK // min(kv_pool.shape[2], BLOCK)
     pages = plgpu.SMEM((num_stages, BLOCK, width), kv_pool.dtype)
@@ -116,7 +116,7 @@ def _attend(
         scratch_types=scratch,
         interpret=interpret,
         kernel_name="decode_attention",
-    )(q, kv_pool, scalars, page_indices, parts)
+    )(q, kv_pool, layer, window, page_indices, parts)
     return plgpu.kernel(
         _join_kernel,
         out_type=out_type,
@@ -129,15 +129,14 @@ def _attend(
 
 
 def _attend_kernel(
-    q_ref, pool_ref, scalars_ref, pages_ref, parts_ref, acc_ref, best_ref, total_ref, *,
-    q_smem, q_arrived, k_smem, k_arrived, v_smem, v_arrived, p_smem, wide_smem=None, soft_cap,
+    q_ref, pool_ref, layer_ref, window_ref, pages_ref, parts_ref, acc_ref, best_ref, total_ref,
+    *, q_smem, q_arrived, k_smem, k_arrived, v_smem, v_arrived, p_smem, wide_smem=None, soft_cap,
 ):  # fmt: skip
     """Leaves f32 acc `[W, G]` and, of base 2, best and total `[G]` of its part and head: the
     softmax over the part is acc / total, and weighs exp2(best) * total. Nothing without blocks."""
     part, head = lax.axis_index("part"), lax.axis_index("head")
     row, begin, end, kv_len = (parts_ref[part, i] for i in range(4))
-    layer, window = scalars_ref[0], scalars_ref[1]
-    low = _window_start(kv_len, window)
+    layer, low = layer_ref[0], _window_start(kv_len, window_ref[0])
     num_stages, _, width = k_smem.shape
     group, page_size = q_smem.shape[0], pool_ref.shape[2]
     keys, values = (k_smem, k_arrived, 2 * head), (v_smem, v_arrived, 2 * head + 1)

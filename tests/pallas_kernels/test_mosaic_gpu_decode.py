@@ -103,6 +103,26 @@ def test_splits_and_stages_change_nothing(splits, stages):
     check(decode(40, 300, sinks=True), config=config)
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("num_splits", [1, 7, 50])
+def test_each_block_that_is_seen_is_in_one_part_and_no_part_is_long(num_splits, window):
+    rng = np.random.default_rng(num_splits)
+    kv_lens = rng.integers(0, 2000, 30, dtype=np.int32)
+    kv_lens[[3, 4, 29]] = 0, 1, 30_000  # one row has as much as all others together
+    parts, ends = map(np.asarray, mosaic_gpu_decode._parts_of(kv_lens, window, num_splits))
+    first = np.maximum(kv_lens - window, 0) // 64 if window else 0 * kv_lens
+    last = -(-kv_lens // 64)
+    begin = 0
+    for row, end in enumerate(ends):
+        blocks = [range(a, b) for r, a, b, _ in parts[begin:end] if r == row]
+        assert [i for part in blocks for i in part] == list(range(first[row], last[row]))
+        assert all(blocks), "a part of a row has no blocks"
+        begin = end
+    lengths = parts[:, 2] - parts[:, 1]
+    assert (lengths[ends[-1] :] <= 0).all()
+    assert lengths.max() <= max(2, -(-sum(last - first) // num_splits))
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_nan_in_unused_pages_and_their_tails_changes_nothing(kv_dtype):
     case = decode(40, 9, 131, sliding_window=24, kv_dtype=kv_dtype)
