@@ -165,12 +165,14 @@ def decode_figures(checked: Checked, num_rows: int, copy: float) -> dict[str, An
     for the weights and the keys and values that a step must read."""
     sizes, engine = checked.sizes, checked.engine
     num_steps = sizes.engine_steps
-    names = [checked.add(sizes.context, max_tokens=4 * num_steps) for _ in range(num_rows)]
+    names = [checked.add(sizes.context, max_output(sizes)) for _ in range(num_rows)]
     checked.until_each_has(names, 4)
     begin, tokens = time.perf_counter(), 0
     for _ in range(num_steps):
         tokens += sum(len(update.token_ids) for update in engine.step())
     seconds = time.perf_counter() - begin
+    if tokens != num_rows * num_steps:
+        raise ValueError(f"{tokens} tokens from {num_steps} steps of {num_rows} rows")
     live = engine.stats()["live_tokens"] - num_rows * num_steps // 2
     figures = _idle(checked, num_steps, seconds / num_steps)
     checked.abort(names)
@@ -211,7 +213,7 @@ def long_prompt_figures(checked: Checked) -> dict[str, Any]:
     sizes, engine = checked.sizes, checked.engine
     num_steps = sizes.engine_steps
     num_rows = sizes.engine_rows[-2]  # the long prompt takes a slot too
-    names = [checked.add(sizes.context, max_tokens=4 * num_steps) for _ in range(num_rows)]
+    names = [checked.add(sizes.context, max_output(sizes)) for _ in range(num_rows)]
     checked.until_each_has(names, 4)
 
     def turn() -> tuple[float, list[RequestUpdate]]:
@@ -230,6 +232,7 @@ def long_prompt_figures(checked: Checked) -> dict[str, Any]:
     return {
         "rows": num_rows,
         "prompt_tokens": sizes.long_prompt,
+        "token_budget": sizes.token_budget,
         "itl_ms_alone": float(np.median(alone)),
         "itl_ms_beside_median": float(np.median(beside)),
         "itl_ms_beside_most": max(beside),
@@ -237,9 +240,16 @@ def long_prompt_figures(checked: Checked) -> dict[str, Any]:
     }
 
 
+def max_output(sizes: Sizes) -> int:
+    """Tokens that no request reaches: what it gets while the other prompts are computed, twice as
+    long as that should take, and the measured steps."""
+    prompts = max(sizes.engine_rows) * sizes.context
+    return 2 * prompts // sizes.token_budget + 4 * sizes.engine_steps
+
+
 def scheduler_config(sizes: Sizes) -> SchedulerConfig:
     """Pages for the most rows at their longest, and for the long prompt beside them."""
-    longest = sizes.context + 4 * sizes.engine_steps
+    longest = sizes.context + max_output(sizes)
     max_model_len = max(longest, sizes.long_prompt + 8, sizes.token_budget + 9)
     pages = max(sizes.engine_rows) * (longest // sizes.page_size + 2)
     return SchedulerConfig(
