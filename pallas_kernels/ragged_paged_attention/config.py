@@ -117,6 +117,7 @@ def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:
 
     Decode: as many parts as there are places for thread blocks, three in a multiprocessor or fewer
     where two of their KV blocks of 64 tokens would not fit; as many KV blocks in flight as do fit.
+    Prefill: a thread block for each multiprocessor, with the largest KV blocks that fit.
 
     Raises:
       ValueError: `device_kind` is unknown, or two KV blocks fit in no thread block.
@@ -135,13 +136,23 @@ def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:
             f"decode takes {gpu_decode_bytes(shape, stages)} bytes of shared memory, more than the "
             f"{spec.on_chip_bytes} of {device_kind}; use attention_backend=xla"
         )
+    prefill_block, prefill_stages = next(
+        (
+            (block, stages)
+            for block in (128, 64)
+            for stages in (4, 3, 2)
+            if gpu_prefill_bytes(shape, block, stages) <= spec.on_chip_bytes
+        ),
+        (64, 2),  # `why_unsupported` names what does not fit
+    )
     places = -(-sharing * spec.num_cores // shape.num_kv_heads)
     most_splits = shape.num_rows * shape.pages_per_row * shape.page_size // 128
     return GpuConfig(
         decode_splits=max(1, min(places, most_splits)),
         decode_stages=stages,
-        prefill_stages=2,
-        prefill_block=128 if shape.width <= 128 else 64,
+        prefill_stages=prefill_stages,
+        prefill_block=prefill_block,
+        prefill_programs=spec.num_cores,
     )
 
 
@@ -153,6 +164,16 @@ def gpu_decode_bytes(shape: AttentionShape, stages: int) -> int:
     queries, weights = group * shape.width * 2, group * block * 2
     barriers, reduction = 8 * (1 + 2 * stages), 2048
     return queries + weights + pages + widened + barriers + reduction
+
+
+def gpu_prefill_bytes(shape: AttentionShape, block: int, stages: int) -> int:
+    """Returns the shared memory that a thread block of the prefill kernel takes."""
+    rows = 128  # of queries: two warpgroups' wgmma tiles
+    outputs = rows * (shape.width if shape.width <= 128 else 64) * 2
+    widened = 2 if shape.kv_bytes == 1 else 0
+    blocks = stages * 2 * block * shape.width * (shape.kv_bytes + widened)
+    barriers, reduction = 8 * (1 + 8 * stages), 2048
+    return rows * shape.width * 2 + outputs + blocks + barriers + reduction
 
 
 def tpu_config(shape: AttentionShape, device_kind: str) -> TpuConfig:

@@ -63,6 +63,8 @@ def _why_unsupported(shape: AttentionShape, device_kind: str) -> str | None:
         return f"reads pages of {', '.join(_KV_DTYPES)}, not {shape.kv_dtype}"
     if shape.width % 64 or not 64 <= shape.width <= 256:
         return f"takes heads of up to 256 lanes in multiples of 64, not {shape.width}"
+    if shape.kv_bytes == 1 and shape.width > 192:  # prefill holds them twice, and registers spill
+        return f"reads {shape.kv_dtype} pages of up to 192 lanes, not {shape.width}"
     if shape.group > 16:
         return f"takes up to 16 query heads per KV head, not {shape.group}"
     if shape.page_size % 8 or (64 % shape.page_size and shape.page_size % 64):

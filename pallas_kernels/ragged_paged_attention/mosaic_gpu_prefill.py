@@ -56,7 +56,15 @@ def prefill(
     q and out `[T, K, G, W]`; kv_pool `[L, P, p, 2K, W]`, as wide as q or of 8 bits; layer and
     window i32[], window 0 for all; kv_lens i32[S]; page_indices i32[S, J]; cu_q_lens i32[S+1];
     distribution i32[3]; sinks f32[K, G] or None.
+
+    Raises:
+      ValueError: the KV blocks of `config` are no multiple of 64 tokens, or fewer than 2 in flight.
     """
+    if config.prefill_block % ROWS or config.prefill_stages < 2:
+        raise ValueError(
+            f"{config.prefill_block=} must be a multiple of {ROWS}, and {config.prefill_stages=} 2 "
+            "or more: one warpgroup is up to a KV block ahead of the other"
+        )
     num_tokens, num_kv_heads, group, width = q.shape
     window = jnp.where(window > 0, window, _ALL)
     tiles, num_tiles = _tiles(

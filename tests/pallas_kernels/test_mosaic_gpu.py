@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     GpuConfig,
     gpu_config,
     gpu_decode_bytes,
+    gpu_prefill_bytes,
 )
 from tests.rpa_cases import TINY_CASES, TOLERANCE, build, laid_out, oracle, plain, written_pool
 
@@ -38,15 +39,21 @@ needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="need
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("width", "kv_dtype"),
+    [(256, "bfloat16")]
+    + [(w, dtype) for w in (64, 128, 192) for dtype in ("bfloat16", "int8", "float8_e4m3fn")],
+)
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
 def test_what_models_have_is_supported_and_fits(page_size, width, kv_dtype):
     shape = replace(LLAMA, page_size=page_size, width=width, kv_dtype=kv_dtype)
     assert mosaic_gpu.why_unsupported(shape, H200) is None
     config = gpu_config(shape, H200)
     assert config.decode_stages >= 2
-    assert gpu_decode_bytes(shape, config.decode_stages) <= device_spec(H200).on_chip_bytes
+    most = device_spec(H200).on_chip_bytes
+    assert gpu_decode_bytes(shape, config.decode_stages) <= most
+    assert config.prefill_stages >= 2
+    assert gpu_prefill_bytes(shape, config.prefill_block, config.prefill_stages) <= most
 
 
 REFUSED = {
@@ -54,6 +61,7 @@ REFUSED = {
     "a float32 pool": (dict(kv_dtype="float32"), "int8, float8_e4m3fn, not float32"),
     "a width between": (dict(width=96), "64, not 96"),
     "a large width": (dict(width=512), "256 lanes in multiples of 64, not 512"),
+    "wide pages of 8 bits": (dict(width=256, kv_dtype="int8"), "int8 pages of up to 192 lanes"),
     "many query heads": (dict(group=17), "not 17"),
     "pages that share no block": (dict(page_size=48), "not 48"),
     "small pages": (dict(page_size=4), "not 4"),

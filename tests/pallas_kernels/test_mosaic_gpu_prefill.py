@@ -109,10 +109,16 @@ def test_output_matches_the_oracle(name):
     check(CASES[name])
 
 
-@pytest.mark.parametrize(("block", "stages"), [(128, 1), (128, 3)])
+@pytest.mark.parametrize(("block", "stages"), [(128, 2), (64, 3)])
 def test_blocks_and_stages_change_nothing(block, stages):
     config = replace(CONFIG, prefill_block=block, prefill_stages=stages, prefill_programs=1)
     check(prefill((300, 40), (130, 30), sinks=True), config=config)
+
+
+@pytest.mark.parametrize("change", [dict(prefill_stages=1), dict(prefill_block=96)])
+def test_blocks_that_the_kernel_cannot_take_are_refused_with_the_remedy(change):
+    with pytest.raises(ValueError, match="must be a multiple of 64"):
+        check(prefill((70, 20)), config=replace(CONFIG, **change))
 
 
 def test_tokens_of_other_rows_are_left_alone():
