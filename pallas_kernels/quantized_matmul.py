@@ -7,7 +7,6 @@ per weight, a byte or half of one, is what decode costs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -23,7 +22,7 @@ _LEAST = 1e-30  # of a largest magnitude: a row of zeros has a scale too, and no
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight `[*out, *in]` in few bits; a pytree whose leaves can be sharded. Made by `quantize`.
+    """A weight `[*out, D]` in few bits; a pytree whose leaves can be sharded. Made by `quantize`.
 
     "w8a8" has the weight's own shape and a scale per output channel, and rounds activations to int8
     too. "int8" and "int4" round the weight alone, and have a scale per group of g consecutive
@@ -31,7 +30,7 @@ class QuantizedTensor:
     weights as they lie, where for `[*out, D/g, g]` XLA would first move or convert them all.
 
     Attributes:
-      values: int8 or int4, `[*out, *in]` for "w8a8" and `[D/g, *out, g]` otherwise.
+      values: int8 or int4, `[*out, D]` for "w8a8" and `[D/g, *out, g]` otherwise.
       scales: f32, `[*out]` for "w8a8" and `[D/g, *out]` otherwise.
       kind: "w8a8", "int8" or "int4".
     """
@@ -42,16 +41,15 @@ class QuantizedTensor:
 
 
 def quantize(
-    w: Float[Array, "*out_in"], kind: Kind, *, num_in_axes: int = 1, group_size: int | None = None
+    w: Float[Array, "*out D"], kind: Kind, *, group_size: int | None = None
 ) -> QuantizedTensor:
-    """Rounds a weight `[*out, *in]`, whose last `num_in_axes` axes are inputs, to the nearest.
+    """Rounds a weight to the nearest multiples of its channels' or groups' scales.
 
     Scales are symmetric: the largest magnitude of a channel or group becomes 127, or 7 in 4 bits.
 
     Args:
-      w: the weight.
+      w: the weight; its last axis is the inputs'.
       kind: "w8a8" (LLM.int8's vector-wise form, arXiv 2208.07339), "int8" or "int4".
-      num_in_axes: how many axes a matmul sums over.
       group_size: g, inputs that share a scale; None takes all inputs of a channel, which "w8a8"
         must. A CPU reads int8 in place in groups only, and unpacks int4 at every call.
 
@@ -60,58 +58,55 @@ def quantize(
     """
     if kind not in get_args(Kind):
         raise ValueError(f"{kind=} is unknown; use one of {', '.join(get_args(Kind))}")
-    out_shape, in_shape = w.shape[: w.ndim - num_in_axes], w.shape[w.ndim - num_in_axes :]
-    num_in = math.prod(in_shape)
     if kind == "w8a8" and group_size is not None:
         raise ValueError(f"{kind=} has a scale per channel; leave out {group_size=}")
+    num_in = w.shape[-1]
     size = num_in if group_size is None else group_size
     if size < 1 or num_in % size:
         raise ValueError(f"{group_size=} must divide the {num_in} inputs of {w.shape=}")
-    groups = w.astype(jnp.float32).reshape(*out_shape, num_in // size, size)
-    values, scales = _rounded(groups, axis=-1, largest=7 if kind == "int4" else 127)
+    w = w.astype(jnp.float32)
     if kind == "w8a8":
-        return QuantizedTensor(values.astype(jnp.int8).reshape(w.shape), scales[..., 0, 0], kind)
-    values = jnp.moveaxis(values, -2, 0).astype(jnp.int4 if kind == "int4" else jnp.int8)
-    return QuantizedTensor(values, jnp.moveaxis(scales[..., 0], -1, 0), kind)
+        values, scales = _rounded(w, axis=-1, largest=127)
+    else:
+        w = jnp.moveaxis(w.reshape(*w.shape[:-1], num_in // size, size), -2, 0)
+        values, scales = _rounded(w, axis=-1, largest=7 if kind == "int4" else 127)
+    dtype = jnp.int4 if kind == "int4" else jnp.int8
+    return QuantizedTensor(values.astype(dtype), scales[..., 0], kind)
 
 
-def dequantize(w: QuantizedTensor, in_shape: tuple[int, ...]) -> Float[Array, "*out_in"]:
-    """Returns the float32 weight `[*out, *in]` that `w` stands for; `in_shape` is that of *in."""
-    values = w.values.astype(jnp.float32)
+def dequantize(w: QuantizedTensor) -> Float[Array, "*out D"]:
+    """Returns the float32 weight that `w` stands for."""
+    values = w.values.astype(jnp.float32) * w.scales[..., None]
     if w.kind == "w8a8":
-        return values * jnp.expand_dims(w.scales, tuple(range(w.scales.ndim, values.ndim)))
-    values = jnp.moveaxis(values * w.scales[..., None], 0, -2)
-    return values.reshape(*values.shape[:-2], *in_shape)
+        return values
+    values = jnp.moveaxis(values, 0, -2)
+    return values.reshape(*values.shape[:-2], -1)
 
 
 def quantized_matmul(
-    w: QuantizedTensor, x: Float[Array, "*in T"], dtype: DTypeLike | None = None
+    w: QuantizedTensor, x: Float[Array, "D T"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*out T"]:
     """Returns w @ x in `dtype`, or else the dtype of x, for feature-major activations.
 
     "w8a8" scales each token by its own largest magnitude, rounds it to int8 and sums in int32; what
     is not a number in one token stays in that token. The others sum in float32.
     """
-    num_tokens = x.shape[-1]
+    num_tokens = x.shape[1]
     if num_tokens == 1:  # XLA:CPU converts the whole weight for a matrix times a vector
-        x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
+        x = jnp.pad(x, ((0, 0), (0, 1)))
     out = _w8a8(w, x) if w.kind == "w8a8" else _by_group(w, x)
     return out[..., :num_tokens].astype(x.dtype if dtype is None else dtype)
 
 
-def _w8a8(w: QuantizedTensor, x: Float[Array, "*in T"]) -> Float[Array, "*out T"]:
-    num_in = x.ndim - 1
-    rounded, scales = _rounded(x.astype(jnp.float32), axis=tuple(range(num_in)), largest=127)
-    contracted = tuple(range(w.values.ndim - num_in, w.values.ndim)), tuple(range(num_in))
-    out = jax.lax.dot_general(
-        w.values, rounded.astype(jnp.int8), (contracted, ((), ())),
-        preferred_element_type=jnp.int32,
-    )  # fmt: skip
-    return out.astype(jnp.float32) * w.scales[..., None] * scales.reshape(-1)
+def _w8a8(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out T"]:
+    values, scales = _rounded(x.astype(jnp.float32), axis=0, largest=127)
+    contracted = (w.values.ndim - 1,), (0,)
+    out = _dot(w.values, values.astype(jnp.int8), contracted, ((), ()), jnp.int32)
+    return out.astype(jnp.float32) * w.scales[..., None] * scales[0]
 
 
-def _by_group(w: QuantizedTensor, x: Float[Array, "*in T"]) -> Float[Array, "*out T"]:
-    x = x.reshape(w.values.shape[0], w.values.shape[-1], x.shape[-1])  # [D/g, g, T]
+def _by_group(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out T"]:
+    x = x.reshape(w.values.shape[0], w.values.shape[-1], x.shape[1])  # [D/g, g, T]
     if w.values.shape[0] == 1 or 2 * x.shape[2] < x.shape[1]:
         return _scale_sums(w, x)
     # A GPU writes each group's sums to memory: from g / 2 tokens on, more than weights made anew.
@@ -130,14 +125,17 @@ def _scale_weights(w: QuantizedTensor, x: Float[Array, "D/g g T"]) -> Float[Arra
     return _dot(weights, x, ((0, w.values.ndim - 1), (0, 1)), ((), ()))
 
 
-def _dot(w, x, contracted, batched):
+def _dot(w, x, contracted, batched, dtype=jnp.float32):
     return jax.lax.dot_general(
-        w, x, (contracted, batched), precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        w,
+        x,
+        (contracted, batched),
+        precision=jax.lax.Precision.HIGHEST,  # float32 means that on accelerators too
+        preferred_element_type=dtype,
+    )
 
 
-def _rounded(x: Float[Array, "*shape"], axis, largest: int):
+def _rounded(x: Float[Array, "*shape"], axis: int, largest: int):
     """Returns x / scales rounded to whole numbers, and the scales with `axis` kept as 1."""
     scales = jnp.maximum(jnp.abs(x).max(axis, keepdims=True), _LEAST) / largest
     return jnp.round(x / scales), scales
