@@ -132,11 +132,10 @@ def show_roofline(kinds: list[str]) -> None:
             shape, work = workload.shape(backend), workload.work(backend)
             config = tuning.heuristic(backend, shape, kind)
             needed = on_chip_bytes(shape, config, workload.phase)
-            on_chip = "-" if needed is None else needed // 1024
             is_memory = work.hbm_bytes / spec.hbm_bytes_per_s >= work.seconds(spec)
             print(
                 f"| {kind} | {workload.name} | {blocks_of(config, workload.phase)} "
-                f"| {on_chip} | {work.seconds(spec) * 1e6:.1f} | {work.hbm_bytes / 1e6:.1f} "
+                f"| {needed // 1024} | {work.seconds(spec) * 1e6:.1f} | {work.hbm_bytes / 1e6:.1f} "
                 f"| {work.flops / 1e9:.1f} | {'memory' if is_memory else 'arithmetic'} |"
             )
 

@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     GpuConfig,
     TpuConfig,
     gpu_decode_bytes,
+    gpu_prefill_bytes,
     tpu_decode_bytes,
     tpu_prefill_bytes,
 )
@@ -61,8 +62,8 @@ def blocks_of(config: Config, phase: str) -> dict[str, int]:
     return {name: v for name, v in asdict(config).items() if name.startswith(phase)}
 
 
-def on_chip_bytes(shape: AttentionShape, config: Config, phase: str) -> int | None:
-    """Returns the VMEM or shared memory that a kernel takes; None where only its lowering knows."""
+def on_chip_bytes(shape: AttentionShape, config: Config, phase: str) -> int:
+    """Returns the VMEM or shared memory that a backend's kernel takes; 0 where it has none."""
     match config, phase:
         case TpuConfig(), "decode":
             return tpu_decode_bytes(shape, config.decode_rows, config.decode_pages)
@@ -70,7 +71,9 @@ def on_chip_bytes(shape: AttentionShape, config: Config, phase: str) -> int | No
             return tpu_prefill_bytes(shape, config.prefill_tokens, config.prefill_pages)
         case GpuConfig(), "decode":
             return gpu_decode_bytes(shape, config.decode_stages)
-    return None
+        case GpuConfig(), "prefill":
+            return gpu_prefill_bytes(shape, config.prefill_block, config.prefill_stages)
+    return 0
 
 
 def neighbours(config: Config, phase: str) -> Iterator[Config]:
@@ -144,7 +147,7 @@ def timer_of(
         times = []
         for workload in workloads:
             needed = on_chip_bytes(workload.shape(backend), config, workload.phase)
-            if spec and needed and needed > spec.on_chip_bytes:
+            if spec and needed > spec.on_chip_bytes:
                 raise ValueError(f"takes {needed} of {spec.on_chip_bytes} bytes on the chip")
             num_layers = layers_for(workload, backend, pool_bytes)
             step = make_step(workload, backend, num_layers)

@@ -91,7 +91,7 @@ class Checked:
         )
         self.compilations = 0
         self.last_batch: PackedBatch | None = None
-        self._numbers = iter(range(10**9))
+        self._names: list[str] = []
 
     def dispatch(self, batch: PackedBatch) -> StepHandle:
         self.last_batch = batch
@@ -108,13 +108,11 @@ class Checked:
 
     def add(self, num_tokens: int, max_tokens: int) -> str:
         """Queues a prompt of random token ids."""
-        number = next(self._numbers)
-        ids = np.random.default_rng(number).integers(1, self.model.vocab_size, num_tokens)
+        ids = np.random.default_rng(len(self._names)).integers(1, self.model.vocab_size, num_tokens)
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        message = GenerateRequest(
-            prompt_token_ids=ids.tolist(), sampling=sampling, request_id=str(number)
-        )
-        return self.engine.add(message)
+        message = GenerateRequest(prompt_token_ids=ids.tolist(), sampling=sampling)
+        self._names.append(self.engine.add(message))
+        return self._names[-1]
 
     def until_each_has(self, names: Iterable[str], count: int) -> None:
         """Turns the engine until every request of `names` has got `count` tokens."""
@@ -126,8 +124,9 @@ class Checked:
                     if missing[update.request_id] <= 0:
                         del missing[update.request_id]
 
-    def abort(self, names: Iterable[str]) -> None:
-        for name in names:
+    def clear(self) -> None:
+        """Ends all requests, those of a measurement that broke too."""
+        for name in self._names:
             self.engine.abort(name)
         while self.engine.has_work:
             self.engine.step()
@@ -147,8 +146,10 @@ def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     on_each_compilation(checked.count_compilation)
     for num_rows in sizes.engine_rows:
         with record.guard(f"decode {num_rows} rows"):
+            checked.clear()
             record.add(f"decode {num_rows} rows", **decode_figures(checked, num_rows, copy))
     with record.guard("long prompt"):
+        checked.clear()
         record.add("long prompt", **long_prompt_figures(checked))
     record.add("after warm-up", compilations=checked.compilations)
 
@@ -157,7 +158,7 @@ def warm_up(checked: Checked) -> None:
     """Meets everything once that the first request of a process meets."""
     name = checked.add(checked.sizes.token_budget + 1, max_tokens=8)
     checked.until_each_has([name], 4)
-    checked.abort([name])
+    checked.clear()
 
 
 def decode_figures(checked: Checked, num_rows: int, copy: float) -> dict[str, Any]:
@@ -175,7 +176,6 @@ def decode_figures(checked: Checked, num_rows: int, copy: float) -> dict[str, An
         raise ValueError(f"{tokens} tokens from {num_steps} steps of {num_rows} rows")
     live = engine.stats()["live_tokens"] - num_rows * num_steps // 2
     figures = _idle(checked, num_steps, seconds / num_steps)
-    checked.abort(names)
     must_read = checked.step_weight_bytes + live * checked.kv_token_bytes
     return {
         "tokens_per_s": tokens / seconds,
@@ -228,7 +228,6 @@ def long_prompt_figures(checked: Checked) -> dict[str, Any]:
         itl_ms, updates = turn()
         beside.append(itl_ms)
     seconds = time.perf_counter() - begin
-    checked.abort([*names, long])
     return {
         "rows": num_rows,
         "prompt_tokens": sizes.long_prompt,

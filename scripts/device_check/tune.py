@@ -20,7 +20,7 @@ SMALL_ARGUMENTS = (
 
 def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
     """See `__main__`: records what the tuner says of each size, and the files it wrote."""
-    command = [sys.executable, "scripts/tune_kernels.py", f"--out={out / 'tuned'}",
+    command = [sys.executable, "-u", "scripts/tune_kernels.py", f"--out={out / 'tuned'}",
                f"--heads={sizes.heads}", f"--page_sizes={sizes.page_size}"]  # fmt: skip
     command += SMALL_ARGUMENTS if is_small else ARGUMENTS
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
