@@ -22,6 +22,7 @@ from accelerators.targets import prepare_process
 
 prepare_process()
 
+from accelerators.cases import Case, Found  # noqa: E402
 from accelerators.kernels import kernel_cases  # noqa: E402
 from accelerators.negatives import negative_cases  # noqa: E402
 from accelerators.primitives import primitive_cases  # noqa: E402
@@ -56,21 +57,21 @@ def main(argv: list[str]) -> int:
         print("\n".join(case.name for case in wanted) or f"no case is like {_ONLY.value!r}")
         return 0 if wanted else 1
     begin = time.perf_counter()
-    found = {}
+    found: dict[str, Found] = {}
 
-    def done(case, result):
+    def done(case: Case, result: Found) -> None:
         found[case.name] = result
         if result.problems or sys.stderr.isatty():
             verdict = "; ".join(result.problems) or "fine"
             print(f"[{len(found)}/{len(wanted)}] {case.name}: {verdict}", file=sys.stderr)
+        if _JSON.value:  # each time: a long run may be stopped
+            plain = {name: vars(one) for name, one in found.items()}
+            Path(_JSON.value).write_text(json.dumps(plain, indent=1) + "\n")
 
     run_all(wanted, [sys.executable, __file__, "--serve"], _CHILDREN.value, done)
     ordered = {case.name: found[case.name] for case in wanted}
     print(tables(ordered))
     print(summary(ordered, time.perf_counter() - begin))
-    if _JSON.value:
-        plain = {name: vars(result) for name, result in ordered.items()}
-        Path(_JSON.value).write_text(json.dumps(plain, indent=1) + "\n")
     if _WRITE_DOCS.value:
         DOCUMENT.write_text(document(DOCUMENT.read_text(), ordered))
     return 1 if any(result.problems for result in ordered.values()) else 0

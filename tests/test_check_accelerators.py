@@ -56,6 +56,7 @@ def test_an_instruction_that_moves_a_large_array_is_found(line):
     "line",
     [
         "%c.1 = bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)} copy(%w.1)",  # into a TPU's VMEM
+        "%p.2 = (bf16[4096,1024]{1,0:S(1)}, bf16[4096,1024]{1,0}, u32[]{:S(2)}) copy-start(%w.1)",
         "%c.1 = bf16[64,4096]{1,0} copy(%x)",  # an activation
         "%d.1 = bf16[4096,1024]{1,0} dot(%a, %b), lhs_contracting_dims={1}",
         "%b.1 = bf16[1024,4096]{0,1} bitcast(%w.1)",

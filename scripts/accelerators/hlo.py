@@ -34,13 +34,20 @@ class Instruction(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of its largest array in HBM."""
-        sizes = [
-            math.prod(int(d) for d in dims.split(",") if d)
-            for dims, layout in _SHAPE.findall(self.result)
-            if "S(1)" not in layout  # a TPU's VMEM: weights are prefetched there
-        ]
-        return max(sizes, default=0)
+        """Of its largest array."""
+        return max((size for size, _ in self._arrays()), default=0)
+
+    @property
+    def num_elements_in_hbm(self) -> int:
+        """Of its largest array outside a TPU's VMEM, where weights are prefetched to."""
+        return max((size for size, layout in self._arrays() if "S(1)" not in layout), default=0)
+
+    def _arrays(self) -> Iterator[tuple[int, str]]:
+        arrays = _SHAPE.findall(self.result)
+        if self.opcode == "copy-start":  # (target, source, context)
+            arrays = arrays[:1]
+        for dims, layout in arrays:
+            yield math.prod(int(d) for d in dims.split(",") if d), layout
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -85,7 +92,7 @@ def copies(text: str, sizes: Collection[int]) -> list[str]:
         for name, body in computations.items()
         if name not in fused
         for i in body
-        if i.num_elements in sizes and moves(i)
+        if i.num_elements_in_hbm in sizes and moves(i)
     ]
 
 

@@ -100,7 +100,8 @@ def judged(
         }
     )
     found.expect(
-        memory.alias_size_in_bytes == alias_bytes,
+        # A TPU's small arrays fill whole tiles.
+        0 <= memory.alias_size_in_bytes - alias_bytes < 4096,
         f"{memory.alias_size_in_bytes} bytes are updated in place, not {alias_bytes}",
     )
     found.expect(not moved, f"copies {len(moved)} large arrays: {'; '.join(moved[:3])}")

@@ -40,7 +40,7 @@ NUM_ROWS, MAX_MODEL_LEN = 64, 8192
 BUCKETS = {"decode": Bucket(64, NUM_ROWS, True), "mixed": Bucket(384, NUM_ROWS, False)}
 SIZES = (1, 4, 8)  # of the tensor-parallel group
 SMALLEST_WEIGHT = MIB // 2  # elements; smaller ones are of no account
-MOST_COLLECTIVES_OF_SAMPLING = 16
+MOST_COLLECTIVES_OF_SAMPLING = 32
 
 MODELS = {
     "llama3-8b": {
