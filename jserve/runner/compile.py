@@ -9,6 +9,7 @@ import ctypes
 import gc
 import inspect
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from scheduler.packer import batch_words
 
 log = logging.getLogger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-COMPILE_THREADS = 2  # tracing holds the interpreter; compiling does not
+COMPILE_THREADS = min(8, os.cpu_count() or 1)  # compiling lets go of the interpreter
 
 
 def enable_compilation_cache(folder: Path) -> None:
