@@ -187,6 +187,8 @@ def tpu_config(shape: AttentionShape, device_kind: str) -> TpuConfig:
       ValueError: the device is unknown, or a memory too small, with the remedy.
     """
     spec = device_spec(device_kind)
+    if spec.platform != "tpu":
+        raise ValueError(f"{device_kind} is no TPU; use another backend")
     smem_bytes = tpu_smem_bytes(shape)
     if smem_bytes > spec.scalar_bytes - TPU_SMEM_RESERVE:
         raise ValueError(
@@ -246,10 +248,10 @@ def tpu_decode_bytes(shape: AttentionShape, rows: int, pages: int) -> int:
 def tpu_prefill_bytes(shape: AttentionShape, tokens: int, pages: int) -> int:
     """Returns the VMEM that the prefill kernel takes: its buffers and the compiler's own."""
     keys, heads = pages * shape.page_size, shape.num_kv_heads * shape.group
-    queries = tokens * heads * (shape.width * (3 * shape.q_bytes + 4) + 2 * 128 * 4)
+    queries = tokens * heads * (shape.width * (4 * shape.q_bytes + 8) + 2 * 128 * 4)
     block = keys * shape.pool_rows * shape.width
     scores = tokens * shape.group * keys * 4
-    return queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 3 * scores + MIB
+    return queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 4 * scores + 2 * MIB
 
 
 def tpu_smem_bytes(shape: AttentionShape) -> int:

@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu_copies import (
 
 _MASKED = -1e30  # finite: a block that a query does not see must not make inf - inf
 _NO_KEY = 2**30  # after every key
+_CLEARED = 16  # keys cleared at once
 _REGISTER_ROWS = 512  # pool rows that stay in registers while they change places
 
 
@@ -70,15 +71,14 @@ def _clear_tail(c: Static, refs: Refs, r: int, count, slot):
     """Zeroes a block after its first `count` keys: no NaN may meet a weight of zero."""
     # Two blocks after a row's end, both halves of the buffer are clean and stay so.
     count = jnp.where(count <= -2 * c.keys, c.keys, jnp.clip(count, 0, c.keys))
-    page_size = c.shape.page_size
-    page_end = pl.cdiv(count, page_size)
+    units = pl.cdiv(count, _CLEARED)
 
     def clear(start, size):
         zeros = jnp.zeros((size, *refs.kv_buffer.shape[3:]), refs.kv_buffer.dtype)
         refs.kv_buffer[slot, r, pl.ds(start, size)] = zeros
 
-    lax.fori_loop(count, page_end * page_size, lambda i, _: clear(i, 1), None)
-    lax.fori_loop(page_end, c.pages, lambda j, _: clear(j * page_size, page_size), None)
+    lax.fori_loop(count, units * _CLEARED, lambda i, _: clear(i, 1), None)
+    lax.fori_loop(units, c.keys // _CLEARED, lambda i, _: clear(i * _CLEARED, _CLEARED), None)
 
 
 def number_keys(c: Static, refs: Refs):
@@ -111,7 +111,7 @@ def _keys_and_values(c: Static, refs: Refs, r: int, slot):
         return kv, kv
     if refs.kv_buffer.dtype == jnp.float32:
         every_other = (pl.ds(first, c.shape.num_kv_heads, stride=2) for first in (0, 1))
-        k, v = (refs.kv_buffer[slot, r, :, rows] for rows in every_other)
+        k, v = (refs.kv_buffer.at[slot, r][:, rows] for rows in every_other)
     else:
         # A word holds a key's number, and its value's in the upper half. Either is half a float32.
         kv = refs.kv_buffer[slot, r].astype(jnp.bfloat16).reshape(-1, width)

@@ -224,7 +224,7 @@ def _each_run(c: Static, refs: Refs, begin, end, do):
     page_size 16, positions 14 to 33 -> copies of 1, 1, 16, 1 and 1 tokens
     """
     page_size = c.shape.page_size
-    run = 1 if c.is_decode else min(_RUN, page_size)
+    run = 1 if c.is_decode else min(_RUN, page_size, c.shape.num_tokens)
 
     def one_row(row, _):
         stop = refs.cu_q_lens[row + 1]

@@ -1,0 +1,302 @@
+"""The TPU kernel in Pallas' interpreters: numbers against the float64 oracle, its own properties,
+and races. What a real compiler says of it is checked by scripts/check_accelerators.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.kv_layout import pool_layout
+from pallas_kernels.ragged_paged_attention import mosaic_tpu_copies as copies
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.config import TpuConfig
+from tests.rpa_cases import (
+    CASES,
+    TOLERANCE,
+    Case,
+    Step,
+    build,
+    laid_out,
+    oracle,
+    plain,
+    written_pool,
+)
+
+
+def widened(case: Case, num_tokens: int = 400) -> Case:
+    """`case` in a step so large that one program serves all cases of the same heads and dtypes."""
+    return dataclasses.replace(
+        case,
+        padding_tokens=num_tokens - sum(q_len for _, q_len in case.rows),
+        padding_rows=70 - len(case.rows),
+        spare_pages=400 - sum(case.pages_of_rows),
+        spare_columns=130 - max(case.pages_of_rows),
+    )
+
+
+MIXED = widened(Case(rows=((140, 1), (9, 1), (300, 20), (30, 30))))
+
+
+def blocks(page_size: int, keys: int = 128) -> TpuConfig:
+    """The smallest blocks, so that small cases have many: two rows, or 16 tokens, 128 keys."""
+    pages = max(1, keys // page_size)
+    return TpuConfig(
+        decode_rows=2, decode_pages=pages, prefill_tokens=16, prefill_pages=pages
+    )  # fmt: skip
+
+
+def layout_of(case: Case):
+    return pool_layout(Backend.MOSAIC_TPU, case.num_kv_heads, case.head_dim, case.pool_dtype)
+
+
+def call_of(case: Case, decode_only: bool, config: TpuConfig, interpret):
+    call = functools.partial(
+        ragged_paged_attention,
+        soft_cap=case.soft_cap,
+        backend=Backend.MOSAIC_TPU,
+        decode_only=decode_only,
+        config=config,
+        interpret=interpret,
+    )
+    return jax.jit(call, donate_argnums=3)
+
+
+@functools.cache
+def _shared_call(soft_cap: float | None, decode_only: bool, config: TpuConfig):
+    return call_of(Case(rows=(), soft_cap=soft_cap), decode_only, config, True)
+
+
+def run(case: Case, step: Step, *, decode_only=False, config=None, interpret: object = True):
+    """Returns numpy (out, pool); a window and a layer are traced, as in a scanned model."""
+    config = config or blocks(case.page_size)
+    if interpret is True:
+        call = _shared_call(case.soft_cap, decode_only, config)
+    else:
+        call = call_of(case, decode_only, config, interpret)
+    k_scale, v_scale = case.kv_scales
+    out, pool = call(
+        step.q, step.k, step.v, jnp.array(laid_out(step.kv_pool, layout_of(case))),
+        np.int32(case.layer), *step.arrays,
+        scale=np.float32(case.scale), sliding_window=np.int32(case.sliding_window),
+        sinks=step.sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return np.asarray(out).astype(np.float32), plain(np.asarray(pool), layout_of(case))
+
+
+def assert_close(case: Case, got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+def check(case: Case, **settings):
+    step = build(case)
+    out, pool = run(case, step, **settings)
+    assert out.shape == step.q.shape
+    assert_close(case, out, oracle(case, step))
+    np.testing.assert_array_equal(pool[:, 1:], written_pool(case, step)[:, 1:])
+
+
+OWN_SHAPES = {
+    "decode_full_pool",
+    "prefill_no_padding",
+    "mixed_more_rows_than_tokens",
+    "decode_128_rows",
+}
+
+
+# Each takes programs of its own, and a mixed case of the same kind runs both paths.
+LEFT_OUT = ("decode_sinks", "decode_soft_cap", "prefill_soft_cap", "decode_int8", "decode_float8")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_OUT])
+def test_output_and_pool_match_the_oracle(name):
+    check(CASES[name] if name in OWN_SHAPES else widened(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["decode_ragged", "decode_window_shorter", "decode_64_rows"])
+def test_decode_only_program_matches_the_oracle(name):
+    check(widened(CASES[name], num_tokens=70), decode_only=True)
+
+
+# dtype of queries, of the pool, head_dim, KV heads, group, page_size, window, sinks: each value
+# occurs, not each pair of values.
+KINDS = (
+    ("bfloat16", "bfloat16", 128, 2, 4, 32, 0, False),
+    ("bfloat16", "bfloat16", 80, 8, 2, 128, 0, True),
+    ("bfloat16", "bfloat16", 256, 1, 1, 64, 40, False),
+    ("bfloat16", "int8", 128, 1, 16, 16, 33, False),
+    ("bfloat16", "float8_e4m3fn", 128, 4, 3, 8, 0, True),
+    ("bfloat16", "float32", 96, 2, 1, 256, 0, False),
+    ("float32", "float32", 128, 1, 5, 8, 100, False),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_every_kind_of_pool_and_heads_matches_the_oracle(kind):
+    dtype, kv_dtype, head_dim, num_kv_heads, group, page_size, window, sinks = kind
+    edge = page_size
+    check(
+        Case(
+            rows=((edge, 1), (edge + 1, 1), (150, 1), (2 * edge + 3, min(edge, 40)), (20, 20)),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            num_heads=num_kv_heads * group,
+            page_size=page_size,
+            sliding_window=window,
+            sinks=sinks,
+        )
+    )
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_nan_in_unused_pages_and_padding_changes_nothing(window):
+    case = dataclasses.replace(MIXED, sliding_window=window)
+    step = build(case)
+    clean, _ = run(case, step)
+    poisoned, used = build(case), np.zeros(step.kv_pool.shape[1:3], bool)
+    for s, (kv_len, q_len) in enumerate(case.rows):
+        position = np.arange(kv_len - q_len)
+        used[step.page_indices[s, position // case.page_size], position % case.page_size] = True
+    poisoned.kv_pool[:, ~used] = np.nan  # whole pages, the null page, and the tails of last pages
+    poisoned.q[step.num_real_tokens :] = np.nan
+    poisoned.k[step.num_real_tokens :] = np.nan
+    poisoned.v[step.num_real_tokens :] = np.nan
+    out, _ = run(case, poisoned)
+    np.testing.assert_array_equal(out, clean)
+
+
+def test_a_row_that_went_wrong_spoils_only_itself():
+    step = build(MIXED)
+    clean, _ = run(MIXED, step)
+    step.q[0], step.k[0], step.v[0] = np.nan, np.nan, np.nan
+    out, _ = run(MIXED, step)
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1:], clean[1:])
+
+
+def test_entries_of_page_indices_past_a_row_are_not_followed():
+    step = build(MIXED)
+    clean, _ = run(MIXED, step)
+    for s, pages in enumerate(MIXED.pages_of_rows):
+        step.page_indices[s, pages:] = 10**6
+    out, _ = run(MIXED, step)
+    np.testing.assert_array_equal(out, clean)
+
+
+def test_permuting_physical_pages_changes_nothing():
+    step = build(MIXED)
+    clean, clean_pool = run(MIXED, step)
+    num_pages = step.kv_pool.shape[1]
+    moved = np.concatenate([[0], 1 + np.random.default_rng(7).permutation(num_pages - 1)])
+    pool = np.empty_like(step.kv_pool)
+    pool[:, moved] = step.kv_pool  # page i now lies at moved[i]
+    step.kv_pool, step.page_indices = pool, moved[step.page_indices].astype(np.int32)
+    out, out_pool = run(MIXED, step)
+    np.testing.assert_array_equal(out, clean)
+    np.testing.assert_array_equal(out_pool[:, moved[1:]], clean_pool[:, 1:])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_splitting_a_prompt_into_chunks_changes_nothing_o104(chunk):
+    case = Case(rows=((75, 75),), padding_tokens=0, sliding_window=30)
+    whole = build(case)
+    outs, pool = [], whole.kv_pool
+    for start in range(0, 75, chunk):
+        length = min(chunk, 75 - start)
+        row = (start + length, length)
+        part = build(dataclasses.replace(case, rows=(row,), padding_tokens=75 - length))
+        for name in "qkv":
+            getattr(part, name)[:length] = getattr(whole, name)[start : start + length]
+        part.kv_pool, part.page_indices = pool, whole.page_indices
+        out, pool = run(case, part)
+        outs.append(out[:length])
+    wanted, wanted_pool = run(case, whole)
+    assert_close(case, np.concatenate(outs), wanted)
+    np.testing.assert_array_equal(pool[:, 1:], wanted_pool[:, 1:])
+
+
+def test_block_sizes_that_cut_a_block_of_128_keys_are_refused():
+    step = build(MIXED)
+    with pytest.raises(ValueError, match="prefill_pages must make a multiple of 128 keys"):
+        run(MIXED, step, config=TpuConfig(1, 8, 16, 7))
+    with pytest.raises(ValueError, match="prefill_tokens must be a multiple of 16"):
+        run(MIXED, step, config=TpuConfig(1, 8, 24, 8))
+
+
+# One key past a block, a last page of one key, a tile that another row's tile overlaps.
+TINY = Case(
+    rows=((129, 1), (32, 1), (16, 1), (130, 20), (4, 4)),
+    num_heads=2, num_kv_heads=1, num_layers=1, layer=0, spare_pages=1, padding_tokens=1,
+)  # fmt: skip
+TINY_CASES = {
+    "decode": dataclasses.replace(TINY, rows=TINY.rows[:3], sinks=True),
+    "mixed": dataclasses.replace(TINY, rows=TINY.rows[1:], head_dim=128, dtype="bfloat16"),
+    "window": dataclasses.replace(TINY, rows=TINY.rows[2:4], sliding_window=20, kv_dtype="int8"),
+}
+
+
+def run_watched(case: Case, step: Step, mode: str):
+    """Runs with races, reads of what was never written and reads out of bounds detected."""
+    params = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode=mode, uninitialized_memory="nan"
+    )
+    try:
+        out, pool = run(case, step, interpret=params)
+        # Since 0.12, jax raises on a race; until then, it takes note of it.
+        if getattr(getattr(interpreter, "races", None), "races_found", False):
+            raise RuntimeError("RACE DETECTED")
+        return out, pool
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize("name", TINY_CASES)
+def test_no_copy_races_and_nothing_is_read_before_it_is_written(name, mode):
+    case = TINY_CASES[name]
+    step = build(case)
+    out, pool = run_watched(case, step, mode)
+    assert_close(case, out, oracle(case, step))
+    np.testing.assert_array_equal(pool[:, 1:], written_pool(case, step)[:, 1:])
+
+
+@pytest.mark.parametrize("step_left_out", ["await_block", "await_new_rows"])
+def test_a_copy_that_is_not_awaited_is_caught(step_left_out, monkeypatch):
+    monkeypatch.setattr(copies, step_left_out, lambda *args: None)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        run_watched(TINY_CASES["decode"], build(TINY_CASES["decode"]), "eager")
+
+
+def test_new_rows_awaited_after_they_are_read_are_caught(monkeypatch):
+    def wait_too_late(c, refs, tile, end, b, slot):
+        await_block(c, refs, tile, end, b, slot)
+        begin, end = copies.rows_of_call(c, refs)
+        jax.lax.cond(
+            tile.row + c.rows >= end,
+            lambda: await_new_rows(c, refs, begin, end),
+            lambda: None,
+        )
+
+    await_block, await_new_rows = copies.await_block, copies.await_new_rows
+    monkeypatch.setattr(copies, "await_block", wait_too_late)
+    monkeypatch.setattr(copies, "await_new_rows", lambda *args: None)
+    case = dataclasses.replace(TINY, rows=TINY.rows[1:2])
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        run_watched(case, build(case), "eager")
+
+
+def test_a_page_id_out_of_bounds_is_caught():
+    case = TINY_CASES["decode"]
+    step = build(case)
+    step.page_indices[1, 0] = step.kv_pool.shape[1]
+    with pytest.raises(Exception, match="Out-of-bounds"):
+        run_watched(case, step, "eager")
