@@ -220,7 +220,7 @@ def _kernel(
                     )
 
     def widen(tile, head, met):
-        """Converts a tile's KV blocks to the queries' dtype, through registers."""
+        """Converts a tile's KV blocks to the queries' dtype."""
         del head
 
         @pl.loop(met, met + tile.high - tile.low)
@@ -229,36 +229,24 @@ def _kernel(
             for kv in range(2):
                 _wait(raw_ready[kv].at[slot])
                 _wait_if(count >= stages, kv_free[kv].at[slot])
-                for rows, lanes in _parts(block, width):
-                    raw = plgpu.load(
-                        raw_smem[kv].at[slot, rows, lanes], layout=plgpu.Layout.WGMMA_UPCAST_4X
-                    )
-                    kv_smem[kv].at[slot, rows, lanes][...] = raw.astype(q_smem.dtype)
-                plgpu.commit_smem()
+                _widen(raw_smem[kv].at[slot], kv_smem[kv].at[slot])
                 plgpu.barrier_arrive(raw_free[kv].at[slot])
                 plgpu.barrier_arrive(kv_ready[kv].at[slot])
 
     def attend(tile, head, met):
         window, mine = scalars_ref[2], warpgroup * ROWS
         start, phase = tile.start + mine, tile.head + mine
-        for lanes in _lanes(width):
-            rows = plgpu.load(
-                q_ref.at[head, pl.ds(start, ROWS), lanes], layout=_TILED, optimized=False
-            )
-            q_smem.at[warpgroup, :, lanes][...] = rows
-        plgpu.commit_smem()
+        _load(q_ref.at[head], start, q_smem.at[warpgroup])
         index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_PER_ROW)
         positions = tile.position + lax.div(phase + index, jnp.full_like(index, group))
         most = _TILE // group + 1  # tokens after the first that have rows in this tile
+        plus_product = _plus_product
+        if p_smem is not None:
+            plus_product = functools.partial(_plus_product_through, p_smem.at[warpgroup])
 
         def take_turns():
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
-
-        def seen(s, base):
-            token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILED)
-            age = lax.broadcast_in_dim(positions - base, s.shape, [0]) - token
-            return jnp.where(age.astype(jnp.uint32) < window.astype(jnp.uint32), s, _MASKED)
 
         def step(number, carry):
             acc, best, total = carry
@@ -279,7 +267,7 @@ def _kernel(
             plgpu.barrier_arrive(kv_free[0].at[slot])
             s = (s if soft_cap is None else _capped(s, soft_cap)) * _LOG2E
             all_seen = (base + block - 1 <= tile.position) & (base > tile.position + most - window)
-            s = lax.cond(all_seen, lambda s: s, lambda s: seen(s, base), s)
+            s = lax.cond(all_seen, lambda s: s, lambda s: _seen(s, positions - base, window), s)
             new_best = jnp.maximum(best, s.max(axis=1))
             keep = jnp.exp2(best - new_best)
             p = jnp.exp2(s - lax.broadcast_in_dim(new_best, s.shape, [0]))
@@ -288,10 +276,7 @@ def _kernel(
             p = p.astype(q_smem.dtype)
             pl.when(~dirty)(lambda: _wait(kv_ready[1].at[slot]))
             take_turns()
-            if p_smem is None:
-                acc = _plus_product(acc, p, values)
-            else:
-                acc = _plus_product_through_smem(acc, p, values, p_smem.at[warpgroup])
+            acc = plus_product(acc, p, values)
             plgpu.barrier_arrive(kv_free[1].at[slot])
             return acc, new_best, total
 
@@ -305,13 +290,8 @@ def _kernel(
         acc, _, total = lax.fori_loop(tile.low, tile.high, step, (acc, best, total))
         pl.when(warpgroup == 0)(take_turns)
         out = acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])
-        _store(
-            out,
-            out_smem.at[warpgroup],
-            out_ref.at[head],
-            start,
-            lax.clamp(0, tile.length - mine, ROWS),
-        )
+        length = lax.clamp(0, tile.length - mine, ROWS)
+        _store(out, out_smem.at[warpgroup], out_ref.at[head], start, length)
 
     def role(one, registers, change, free=()):
         """Runs a warpgroup's part; whoever waits for free buffers waits for all in the end, as
@@ -352,6 +332,14 @@ def _parts(rows, width):
         yield pl.ds(row, ROWS), pl.ds(lane, _LANES)
 
 
+def _widen(raw, wide):
+    """Converts a block `[block, W]` to another dtype, through registers."""
+    for rows, lanes in _parts(*raw.shape):
+        part = plgpu.load(raw.at[rows, lanes], layout=plgpu.Layout.WGMMA_UPCAST_4X)
+        wide.at[rows, lanes][...] = part.astype(wide.dtype)
+    plgpu.commit_smem()
+
+
 def _clean(values, begin, end):
     """Zeroes the tokens outside [begin, end) of a block `[block, W]`: what lies beside the context
     must not meet even a weight of zero, as 0 * NaN is NaN."""
@@ -361,6 +349,14 @@ def _clean(values, begin, end):
         token = rows.start + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=_TILED)
         part[...] = jnp.where((token >= begin) & (token < end), x, jnp.zeros_like(x))
     plgpu.commit_smem()
+
+
+def _seen(s, positions, window):
+    """Masks the scores `[64, block]` of the tokens that a row's own, at `positions`, does not see:
+    those after it, and those `window` or more before it."""
+    token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILED)
+    age = lax.broadcast_in_dim(positions, s.shape, [0]) - token
+    return jnp.where(age.astype(jnp.uint32) < window.astype(jnp.uint32), s, _MASKED)
 
 
 def _capped(s, cap):
@@ -386,11 +382,19 @@ def _plus_product(acc, p, values):
     return pl.run_state(lambda ref: _matmul(ref, p, values))(plgpu.ACC.init(acc))
 
 
-def _plus_product_through_smem(acc, p, values, p_smem):
+def _plus_product_through(p_smem, acc, p, values):
     """The same, in the form that the interpreter runs."""
     p_smem[...] = p
     plgpu.commit_smem()
     return acc + _product(p_smem, values, acc.shape)
+
+
+def _load(ref, start, smem):
+    """Copies 64 rows of `ref` `[packed rows, W]`, from any `start` on: TMA would want eights."""
+    for lanes in _lanes(smem.shape[1]):
+        rows = plgpu.load(ref.at[pl.ds(start, ROWS), lanes], layout=_TILED, optimized=False)
+        smem.at[:, lanes][...] = rows
+    plgpu.commit_smem()
 
 
 def _store(out, smem, ref, start, length):
