@@ -1,5 +1,5 @@
-"""The small primitives alone: that plain XLA does what a kernel of our own would be for. Pages move
-in place, weights in few bits are read as they are, thresholds are found without a sort."""
+"""The small primitives alone: pages move in place, weights in few bits are read as they are, and
+thresholds are found without a sort. Mostly plain XLA does so, and this is why there is no kernel."""
 
 from __future__ import annotations
 
@@ -86,23 +86,24 @@ def _matmul(target: Target, kind: str, num_tokens: int) -> Found:
     def stack(pair):
         return jax.tree.map(lambda x: jnp.zeros((NUM_PAIRS, *x.shape), x.dtype), pair)
 
-    def multiply(x, pair):
-        up, down = pair
-        return x + quantized_matmul(down, quantized_matmul(up, x)), None
+    def multiply(x, pair, layer=None):
+        for w in pair:
+            x = quantized_matmul(w, x, layer=layer, backend=target.backend)
+        return x
 
-    def scanned(x, pairs):
-        return jax.lax.scan(multiply, x, pairs)[0]
+    def looped(x, pairs):
+        return jax.lax.fori_loop(0, NUM_PAIRS, lambda layer, x: x + multiply(x, pairs, layer), x)
 
     def unrolled(x, pairs):
         for pair in pairs:
-            x, _ = multiply(x, pair)
+            x = x + multiply(x, pair)
         return x
 
     is_gpu = target.platform == "cuda"
     pair = jax.eval_shape(lambda: (weight(MLP_WIDTH, WIDTH), weight(WIDTH, MLP_WIDTH)))
     pairs = [pair] * NUM_PAIRS if is_gpu else jax.eval_shape(lambda: stack(pair))
     x = jax.ShapeDtypeStruct((WIDTH, num_tokens), jnp.bfloat16)
-    program = _compiled(target, unrolled if is_gpu else scanned, x, pairs)
+    program = _compiled(target, unrolled if is_gpu else looped, x, pairs)
     weight_size = WIDTH * MLP_WIDTH
     # With many tokens a GPU makes the weights of a group kind anew, one matmul's at a time.
     made_anew = is_gpu and KINDS[kind] is not None and 2 * num_tokens >= GROUP_SIZE

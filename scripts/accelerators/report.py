@@ -13,7 +13,7 @@ _HEADINGS = {
     "refused": "What must be refused or found",
     "step": "Whole steps",
     "kernel": "Attention kernels, in a loop over 4 layers",
-    "primitive": "Other primitives, in plain XLA",
+    "primitive": "Other primitives",
 }
 
 

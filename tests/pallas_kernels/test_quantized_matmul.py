@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import quantized_matmul as module
-from pallas_kernels.quantized_matmul import QuantizedTensor, dequantize, quantize, quantized_matmul
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.quantized_matmul import (
+    QuantizedTensor,
+    api,
+    dequantize,
+    quantize,
+    quantized_matmul,
+)
 
 matmul = jax.jit(quantized_matmul, static_argnames="dtype")
+on_tpu = jax.jit(
+    partial(quantized_matmul, backend=Backend.MOSAIC_TPU),
+    static_argnames=("dtype", "interpret"),
+)
 LARGEST = {"w8a8": 127, "int8": 127, "int4": 7}
 KINDS = [("w8a8", None), ("int8", None), ("int8", 8), ("int4", 16), ("int4", None)]
 # Relative to the sum of magnitudes: float32 sums of few terms; weights rounded to bfloat16.
@@ -57,13 +70,56 @@ def test_the_product_is_that_of_the_rounded_weight(kind, group_size, num_tokens,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", [module._scale_sums, module._scale_weights])
+@pytest.mark.parametrize("form", [api._scale_sums, api._scale_weights])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_both_forms_for_groups_agree_with_the_rounded_weight(kind, form, dtype):
     w, x = normal(3, 24, 48), tokens(4, 48, 9)
     quantized = quantize(jnp.asarray(w), kind, group_size=8)
     out = form(quantized, jnp.asarray(x.reshape(6, 8, 9), dtype))
     assert_product(out, stands_for(w, kind, 8), x, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_groups", "num_tokens"), [(3, 1), (3, 20), (16, 300)])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_tpu_kernel_agrees_with_what_its_weight_stands_for(kind, num_groups, num_tokens, dtype):
+    num_in = 128 * num_groups
+    w, x = normal(16, 256, num_in), tokens(17, num_in, num_tokens)
+    quantized = quantize(jnp.asarray(w).reshape(2, 128, num_in), kind, group_size=128)
+    out = on_tpu(quantized, jnp.asarray(x, dtype), dtype=jnp.float32, interpret=True)
+    assert out.shape == (2, 128, num_tokens)
+    weight = np.asarray(dequantize(quantized), np.float64).reshape(256, num_in)
+    assert_product(out.reshape(256, -1), weight, x, TOLERANCE["float32"])
+    assert on_tpu(quantized, jnp.asarray(x, dtype), interpret=True).dtype == dtype
+
+
+def test_the_tpu_kernel_reads_no_memory_that_nothing_was_written_to():
+    quantized = quantize(jnp.asarray(normal(18, 128, 256)), "int8", group_size=128)
+    x = jnp.asarray(tokens(19, 256, 5))  # of a tile of 16
+    strict = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
+    out = on_tpu(quantized, x, interpret=strict)
+    np.testing.assert_allclose(out, matmul(quantized, x), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", [Backend.XLA, Backend.MOSAIC_TPU])
+@pytest.mark.parametrize(("kind", "group_size"), [("w8a8", None), ("int8", None), ("int4", 128)])
+def test_one_layer_of_a_stack_is_taken_by_an_index_known_at_run_time(kind, group_size, backend):
+    stack, x = jnp.asarray(normal(20, 3, 128, 256)), jnp.asarray(tokens(21, 256, 4))
+    quantized = jax.vmap(lambda w: quantize(w, kind, group_size=group_size))(stack)
+    multiply = partial(quantized_matmul, backend=backend, interpret=True)
+    for layer in range(3):
+        out = jax.jit(lambda i: multiply(quantized, x, layer=i))(layer)
+        alone = matmul(quantize(stack[layer], kind, group_size=group_size), x)
+        np.testing.assert_allclose(out, alone, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("num_out", "group_size"), [(128, 64), (96, 128)])
+def test_groups_and_outputs_that_the_tpu_kernel_does_not_take_are_refused(num_out, group_size):
+    quantized = quantize(jnp.ones((num_out, 256)), "int8", group_size=group_size)
+    with pytest.raises(ValueError, match="multiples of 128, or backend"):
+        quantized_matmul(quantized, jnp.ones((256, 2)), backend=Backend.MOSAIC_TPU)
 
 
 def assert_product(out, weight: np.ndarray, x: np.ndarray, tolerance: float):

@@ -1,19 +1,23 @@
 """Matmuls with weights held in 8 or 4 bits. Knows arrays only.
 
-Plain XLA, as no kernel is needed: where weights lie as they do here, the compilers for TPUs and for
-the H200 read them in their own bits and convert them on the way to the matrix unit. What is read
-per weight, a byte or half of one, is what decode costs.
+What is read per weight, a byte or half of one, is what decode costs. Where weights lie as they do
+here, XLA's compilers for CPUs, TPUs and the H200 read them in their own bits and convert them on
+the way to the matrix unit; weights in groups have a kernel of their own on TPUs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from importlib import import_module
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Backend
 
 Kind = Literal["w8a8", "int8", "int4"]
 _LEAST = 1e-30  # of a largest magnitude: a row of zeros has a scale too, and no division overflows
@@ -84,18 +88,42 @@ def dequantize(w: QuantizedTensor) -> Float[Array, "*out D"]:
 
 
 def quantized_matmul(
-    w: QuantizedTensor, x: Float[Array, "D T"], dtype: DTypeLike | None = None
+    w: QuantizedTensor,
+    x: Float[Array, "D T"],
+    dtype: DTypeLike | None = None,
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    backend: Backend = Backend.XLA,
+    interpret: Any = False,
 ) -> Float[Array, "*out T"]:
     """Returns w @ x in `dtype`, or else the dtype of x, for feature-major activations.
 
     "w8a8" scales each token by its own largest magnitude, rounds it to int8 and sums in int32; what
     is not a number in one token stays in that token. The others sum in float32.
+
+    Args:
+      w: the weight.
+      x: activations, a token in each column.
+      dtype: of the result.
+      layer: with it, all of w has a leading axis of layers, of which this one is taken; may be
+        traced. A kernel reads it in place there, where a slice would be copied.
+      backend: MOSAIC_TPU has a kernel for several groups per channel; all else is XLA's.
+      interpret: runs the kernel on a CPU: True, or pltpu.InterpretParams.
+
+    Raises:
+      ValueError: the kernel does not take groups or outputs of that size.
     """
+    dtype = x.dtype if dtype is None else dtype
+    group_axis = 0 if layer is None else 1
+    if backend is Backend.MOSAIC_TPU and w.kind != "w8a8" and w.values.shape[group_axis] > 1:
+        return _by_kernel(w, x, layer, dtype, interpret)
+    if layer is not None:
+        w = jax.tree.map(lambda leaf: leaf[layer], w)
     num_tokens = x.shape[1]
     if num_tokens == 1:  # XLA:CPU converts the whole weight for a matrix times a vector
         x = jnp.pad(x, ((0, 0), (0, 1)))
     out = _w8a8(w, x) if w.kind == "w8a8" else _by_group(w, x)
-    return out[..., :num_tokens].astype(x.dtype if dtype is None else dtype)
+    return out[..., :num_tokens].astype(dtype)
 
 
 def _w8a8(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out T"]:
@@ -111,6 +139,22 @@ def _by_group(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out 
         return _scale_sums(w, x)
     # A GPU writes each group's sums to memory: from g / 2 tokens on, more than weights made anew.
     return jax.lax.platform_dependent(w, x, cuda=_scale_weights, default=_scale_sums)
+
+
+def _by_kernel(w: QuantizedTensor, x: Float[Array, "D T"], layer, dtype, interpret):
+    # Pallas takes time to import, and not every platform needs it.
+    kernel = import_module("pallas_kernels.quantized_matmul.mosaic_tpu")
+    if layer is None:
+        w, layer = jax.tree.map(lambda leaf: leaf[None], w), 0
+    num_layers, num_groups, *out_shape, size = w.values.shape
+    problem = kernel.why_unsupported(math.prod(out_shape), size)
+    if problem:
+        raise ValueError(f"the TPU kernel does not take {problem}, or backend=Backend.XLA")
+    values = w.values.reshape(num_layers, num_groups, -1, size)
+    scales = w.scales.reshape(num_layers, num_groups, -1)
+    layer = jnp.asarray(layer, jnp.int32)
+    out = kernel.grouped_matmul(values, scales, layer, x.T, dtype, interpret)
+    return out.T.reshape(*out_shape, -1)
 
 
 def _scale_sums(w: QuantizedTensor, x: Float[Array, "D/g g T"]) -> Float[Array, "*out T"]:
