@@ -1,5 +1,5 @@
 """The small primitives alone: pages move in place, weights in few bits are read as they are, and
-thresholds are found without a sort. Mostly plain XLA does so, and this is why there is no kernel."""
+thresholds are found without a sort. Mostly plain XLA does so, and needs no kernel of ours."""
 
 from __future__ import annotations
 
