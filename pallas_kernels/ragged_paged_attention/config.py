@@ -251,7 +251,8 @@ def tpu_prefill_bytes(shape: AttentionShape, tokens: int, pages: int) -> int:
     queries = tokens * heads * (shape.width * (4 * shape.q_bytes + 8) + 2 * 128 * 4)
     block = keys * shape.pool_rows * shape.width
     scores = tokens * shape.group * keys * 4
-    return queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 4 * scores + 2 * MIB
+    buffers = queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 4 * scores
+    return buffers * 17 // 16 + 2 * MIB
 
 
 def tpu_smem_bytes(shape: AttentionShape) -> int:
