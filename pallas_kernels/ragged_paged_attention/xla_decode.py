@@ -83,8 +83,7 @@ def decode(q, kv_pool, layer, kv_lens, page_indices, *, window, soft_cap, sinks,
     state = (0, best, total, jnp.zeros((*shape, head_dim), jnp.float32))
     _, _, total, acc = lax.while_loop(lambda state: state[0] < ends[-1], body, state)
     out = acc / jnp.where(total == 0, 1, total)[..., None]
-    out = out.reshape(num_rows, group, num_kv_heads, head_dim).swapaxes(1, 2)
-    return out.reshape(q.shape)
+    return out.reshape(num_rows, group, num_kv_heads, head_dim).swapaxes(1, 2).reshape(q.shape)
 
 
 def _lanes(head_dim: int) -> int:

@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     gpu_decode_bytes,
     gpu_prefill_bytes,
 )
-from tests.rpa_cases import TINY_CASES, TOLERANCE, build, laid_out, oracle, plain, written_pool
+from tests.rpa_cases import TINY_CASES, assert_close, build, laid_out, oracle, plain, written_pool
 
 H200 = "NVIDIA H200"
 LLAMA = AttentionShape(
@@ -116,6 +116,6 @@ def test_a_step_of_decode_and_prefill_rows_matches_the_oracle():
         backend=Backend.MOSAIC_GPU, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     out = np.asarray(out).astype(np.float32)
-    np.testing.assert_allclose(out, oracle(case, step), rtol=0, atol=TOLERANCE[case.dtype])
+    assert_close(case, out, oracle(case, step))
     pool = plain(np.asarray(pool), layout)
     np.testing.assert_array_equal(pool[:, 1:], written_pool(case, step)[:, 1:])
