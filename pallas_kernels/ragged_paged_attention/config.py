@@ -248,7 +248,7 @@ def tpu_decode_bytes(shape: AttentionShape, rows: int, pages: int) -> int:
 def tpu_prefill_bytes(shape: AttentionShape, tokens: int, pages: int) -> int:
     """Returns the VMEM that the prefill kernel takes: its buffers and the compiler's own."""
     keys, heads = pages * shape.page_size, shape.num_kv_heads * shape.group
-    queries = tokens * heads * (shape.width * (4 * shape.q_bytes + 8) + 2 * 128 * 4)
+    queries = tokens * heads * (shape.width * (5 * shape.q_bytes + 8) + 2 * 128 * 4)
     block = keys * shape.pool_rows * shape.width
     scores = tokens * shape.group * keys * 4
     buffers = queries + block * (2 * shape.kv_bytes + shape.q_bytes) + 4 * scores
