@@ -64,21 +64,22 @@ def declare_params(
 def linear(
     w: Float[Array, "*out in"], x: Float[Array, "in T"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*out T"]:
-    """Returns w @ x, summed in float32, in `dtype` or else the dtype of x.
+    """Returns w @ x, summed in float32 on each device, in `dtype` or else the dtype of x.
+
+    Sums over devices are of that dtype: of bfloat16, half the bytes of float32.
 
     The weight is the left operand because a CPU's matmul packs its right operand at every call:
     here the few activations, not the whole weight. That needs activations to be feature-major, as
     XLA folds (w @ x.T).T back into x @ w.T. TPUs and GPUs take either form in place. The axes of
     the output are left as they are, so that any may be sharded; XLA itself makes it one product.
     """
-    out = jax.lax.dot_general(
+    return jax.lax.dot_general(
         w,
         x,
         (((w.ndim - 1,), (0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,  # float32 means that on accelerators too
-        preferred_element_type=jnp.float32,
+        preferred_element_type=x.dtype if dtype is None else dtype,
     )
-    return out.astype(x.dtype if dtype is None else dtype)
 
 
 def rms_norm(
