@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 
 from accelerators.cases import Found
 from accelerators.targets import TARGETS
 
 _BEGIN, _END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _HEADINGS = {
-    "refused": "What must be refused or found",
-    "step": "Whole steps",
-    "kernel": "Attention kernels, in a loop over 4 layers",
-    "primitive": "Other primitives",
+    "refused": "what must be refused or found",
+    "step": "whole steps",
+    "kernel": "attention kernels, in a loop over 4 layers",
+    "primitive": "other primitives",
 }
 
 
 def tables(results: Mapping[str, Found]) -> str:
-    """Returns one table per kind of case, in Markdown; a problem follows in its own row."""
+    """Returns a table per kind of case and target, in Markdown."""
+    groups: dict[tuple[str, str], dict[str, Found]] = {}
+    for name, found in results.items():
+        kind, target, what = name.split("/", 2)
+        groups.setdefault((kind, target), {})[what] = found
     parts = []
-    for kind, group in groupby(results.items(), key=lambda item: item[0].split("/")[0]):
-        rows = dict(group)
+    for (kind, target), rows in groups.items():
         columns = list(dict.fromkeys(key for found in rows.values() for key in found.figures))
-        parts += [f"### {_HEADINGS[kind]}", "", _row("target", "case", *columns, "verdict")]
-        parts.append("|" + "---|" * (len(columns) + 3))
-        for name, found in rows.items():
-            _, target, what = name.split("/", 2)
+        parts += [f"### {TARGETS[target].kind}: {_HEADINGS[kind]}", ""]
+        parts += [_row("case", *columns, "verdict"), "|" + "---|" * (len(columns) + 2)]
+        for what, found in rows.items():
             figures = (found.figures.get(column, "") for column in columns)
-            parts.append(_row(target, what, *figures, "; ".join(found.problems) or "ok"))
+            parts.append(_row(what, *figures, "; ".join(found.problems) or "ok"))
         parts.append("")
     return "\n".join(parts)
 
@@ -50,7 +51,7 @@ def wording(name: str) -> str:
     """Returns how far the proof goes for a target, until it has been run there."""
     target = TARGETS[name]
     return (
-        f"{target.kind}: compiled with {target.compiler} and run in the interpreter; "
+        f"Compiled for {target.kind} with {target.compiler} and run in the interpreter; "
         f"not run on {target.kind}."
     )
 
