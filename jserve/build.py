@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.checkpoint.source import Checkpoint
-from jserve.config import EngineConfig
+from jserve.config import EngineConfig, parse_weights
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
@@ -43,6 +44,7 @@ from pallas_kernels.kv_layout import PoolLayout
 from scheduler.bucket import Bucket, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
+from scheduler.policy import POLICIES
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ def build_engine(config: EngineConfig) -> Engine:
       CheckpointError: the model is missing, damaged or of an unsupported kind.
     """
     begin = time.perf_counter()
+    if config.scheduler.policy not in POLICIES:
+        raise ConfigError(f"policy={config.scheduler.policy!r}; use one of {', '.join(POLICIES)}")
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(checkpoint)
@@ -235,14 +239,18 @@ def _scheduler_config(
         log.warning("the KV pool holds %d tokens, less than %d", capacity, max_model_len)
         if not config.model.max_model_len:
             max_model_len = capacity
+    settings = config.scheduler
     return SchedulerConfig(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        prefill_chunk=config.scheduler.prefill_chunk,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=settings.prefill_chunk,
         page_size=page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
         enable_prefix_cache=config.cache.enable_prefix_cache,
+        policy=settings.policy,
+        max_starvation_s=settings.max_starvation_s or math.inf,
+        tenant_weights=parse_weights(settings.tenant_weights),
     )
 
 

@@ -34,6 +34,9 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 512
     prefill_chunk: int = 256  # most tokens of one prompt in one step; the rest is for others
     max_queued_requests: int = 1024
+    policy: str = "priority"  # who is admitted next: fcfs, priority, sjf, fair, prefix
+    max_starvation_s: float = 0.0  # longest wait before a request comes first; 0: no bound
+    tenant_weights: str = ""  # "name:2,other:0.5", shares of policy fair; 1 for the rest
     overlap: bool = True
 
 
@@ -87,6 +90,7 @@ class EngineConfig:
                 f"max_num_batched_tokens={s.max_num_batched_tokens} cannot hold one token of each "
                 f"of max_num_seqs={s.max_num_seqs}; raise the first or lower the second"
             )
+        parse_weights(s.tenant_weights)
         if s.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk={s.prefill_chunk} must be at least 1")
         if c.page_size and (c.page_size & (c.page_size - 1) or not 8 <= c.page_size <= 256):
@@ -95,3 +99,22 @@ class EngineConfig:
             raise ConfigError(f"kv_memory_fraction={c.kv_memory_fraction} must be in [0, 1)")
         if self.model.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Reads "name:2,other:0.5".
+
+    Raises:
+      ConfigError: an entry has another form, or a weight is not a finite number above 0.
+    """
+    weights: dict[str, float] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, number = entry.rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < float("inf"):
+            raise ConfigError(f"tenant_weights: {entry!r} is not name:weight, as in gold:4,free:1")
+        weights[name] = weight
+    return weights

@@ -37,6 +37,11 @@ HELP: dict[str, dict[str, str]] = {
         "max_num_batched_tokens": "Most tokens in one step: one per running request, then prompts.",
         "prefill_chunk": "Most tokens of one prompt in one step.",
         "max_queued_requests": "Requests that may wait; one more gets RESOURCE_EXHAUSTED.",
+        "policy": "Who is admitted next: fcfs; priority (lower first, then arrival); sjf (least "
+        "remaining work); fair (the tenant served least); prefix (most cached tokens).",
+        "max_starvation_s": "Longest wait before a request comes first under any policy; 0: no "
+        "bound.",
+        "tenant_weights": "Shares of tenants under --policy=fair, as in gold:4,free:1; others: 1.",
         "overlap": "Schedule a step while the one before it runs on the device.",
     },
     "parallel": {

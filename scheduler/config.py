@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,9 @@ class SchedulerConfig:
     num_pages: int
     max_model_len: int
     enable_prefix_cache: bool = True
+    policy: str = "priority"  # a key of policy.POLICIES
+    max_starvation_s: float = math.inf
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

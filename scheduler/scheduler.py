@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scheduler.config import SchedulerConfig
 from scheduler.page_pool import PagePool
-from scheduler.policy import WaitingQueue
+from scheduler.policy import POLICIES, PolicySettings
 from scheduler.prefix_cache import PrefixCache, page_digest, root_digest
 from scheduler.request import FinishReason, Request, RequestStatus
 
@@ -57,7 +57,10 @@ class Scheduler:
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.cache = PrefixCache(self.pool, config.enable_prefix_cache)
-        self.waiting = WaitingQueue()
+        settings = PolicySettings(
+            config.max_starvation_s, config.tenant_weights, self._num_cached_tokens
+        )
+        self.waiting = POLICIES[config.policy](settings)
         self.running: list[Request] = []  # in order of admission
         self.num_preemptions = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -96,6 +99,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self.waiting.on_finished(request)
 
     def _forget_finished_deadlines(self) -> None:
         """Lets go of ended requests whose deadline is far, before they outnumber the live ones."""
@@ -167,6 +171,8 @@ class Scheduler:
             plan.rows.append(PlanRow(request, start, count, samples, reads))
             request.num_computed_tokens = start + count
             request.num_inflight_tokens += samples
+            of_prompt = count if start < request.num_prompt_tokens else 0
+            self.waiting.on_served(request, of_prompt, samples)
         return plan
 
     def update(self, plan: StepPlan, token_ids: Sequence[int]) -> list[NewToken]:
@@ -202,7 +208,7 @@ class Scheduler:
         Taking all of a prompt's pages at once keeps two half-prefilled prompts from blocking each
         other; one free page for each running request keeps a newcomer from preempting at once.
         """
-        request = self.waiting.peek()
+        request = self.waiting.first(now)
         if request is None or not self._free_slots or request.num_inflight_tokens:
             return None
         matched = self.cache.match(self._reusable_digests(request))
@@ -231,6 +237,10 @@ class Scheduler:
         num_pages = (len(request.token_ids) - 1) // self.config.page_size
         self._extend_digests(request, num_pages)
         return request.page_digests[:num_pages]
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        """How many of a request's tokens the prefix cache would spare, were it admitted now."""
+        return len(self.cache.match(self._reusable_digests(request))) * self.config.page_size
 
     def _extend_digests(self, request: Request, num_pages: int) -> None:
         digests, size = request.page_digests, self.config.page_size

@@ -94,7 +94,7 @@ def test_requests_start_in_order_and_none_overtakes_one_that_does_not_fit():
     b = add(s, "b", 16, 4)
     add(s, "c", 1, 1)
     assert [name for name, _, _ in rows(turn(s))] == ["a"]
-    assert s.waiting.peek() is b
+    assert s.waiting.first(0.0) is b
 
 
 def test_a_newcomer_leaves_one_free_page_for_each_that_runs():
