@@ -186,11 +186,12 @@ def _abstract_state(
 
 
 def _most_temp_bytes(model: ModelConfig, bucket: Bucket) -> int:
-    """What a step may take besides its arguments: three times all logits in float32, for sampling,
-    and the activations of one layer some times over; nothing that grows with layers or pool."""
+    """What a step may take besides its arguments: six times all logits in float32, for sampling
+    (three, but for a v5p that is nearly full), and twice the activations of a layer; nothing that
+    grows with layers or pool."""
     logits = bucket.num_rows * model.vocab_size
     activations = bucket.num_tokens * (model.intermediate_size * 2 + model.hidden_size * 4)
-    return 4 * (3 * logits + 2 * activations) + 16 * MIB
+    return 4 * (6 * logits + 2 * activations) + 16 * MIB
 
 
 def _judge_collectives(
