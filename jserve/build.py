@@ -75,6 +75,7 @@ def build_engine(config: EngineConfig) -> Engine:
     layout = head_layout(model, mesh.size)
     platform = jax.default_backend()
     dtype = _dtype(config.model.dtype, platform)
+    backend = _backend(platform, config.runner.attention_backend)
     loop = _layer_loop(config.runner.layer_loop, platform)
     params = load_params(
         checkpoint,
@@ -85,7 +86,6 @@ def build_engine(config: EngineConfig) -> Engine:
         stacked=loop == "scanned",
     )
     loaded = time.perf_counter()
-    backend = _backend(platform, config.runner.attention_backend)
     pool = layout_of(backend, model, layout, dtype)
     limits = _scheduler_config(config, model, pool, dtype, platform)
     state = StepState(

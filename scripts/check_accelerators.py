@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,6 +45,8 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "accelerators.md"
 def main(argv: list[str]) -> int:
     if argv[1:]:
         raise app.UsageError(f"{argv[1:]} are no flags")
+    if _WRITE_DOCS.value and (_QUICK.value or _ONLY.value):
+        raise app.UsageError("--write_docs is for the tables of all cases: leave out the subset")
     cases = [*negative_cases(), *step_cases(), *kernel_cases(), *primitive_cases()]
     if _SERVE.value:
         serve({case.name: case for case in cases}, sys.stdin, answers_apart_from_output())
@@ -58,15 +61,17 @@ def main(argv: list[str]) -> int:
         return 0 if wanted else 1
     begin = time.perf_counter()
     found: dict[str, Found] = {}
+    lock = threading.Lock()
 
     def done(case: Case, result: Found) -> None:
-        found[case.name] = result
+        with lock:
+            found[case.name] = result
+            plain = {name: vars(one) for name, one in found.items()}
+            if _JSON.value:  # each time: a long run may be stopped
+                Path(_JSON.value).write_text(json.dumps(plain, indent=1) + "\n")
         if result.problems or sys.stderr.isatty():
             verdict = "; ".join(result.problems) or "fine"
             print(f"[{len(found)}/{len(wanted)}] {case.name}: {verdict}", file=sys.stderr)
-        if _JSON.value:  # each time: a long run may be stopped
-            plain = {name: vars(one) for name, one in found.items()}
-            Path(_JSON.value).write_text(json.dumps(plain, indent=1) + "\n")
 
     run_all(wanted, [sys.executable, __file__, "--serve"], _CHILDREN.value, done)
     ordered = {case.name: found[case.name] for case in wanted}

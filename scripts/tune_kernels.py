@@ -22,6 +22,7 @@ from absl import app, flags
 from pallas_kernels.devices import DEVICES, device_spec
 from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.ragged_paged_attention import tuning
+from pallas_kernels.ragged_paged_attention.api import why_unsupported
 from pallas_kernels.ragged_paged_attention.tuner import (
     Found,
     blocks_of,
@@ -79,6 +80,9 @@ def tune(backend: Backend, device_kind: str) -> None:
             print(f"{title}: left out, the time is up")
             continue
         phase, shape = workloads[0].phase, workloads[0].shape(backend)
+        if reason := why_unsupported(backend, shape, device_kind):
+            print(f"{title}: refused: {reason}")
+            continue
         start = tuning.heuristic(backend, shape, device_kind)
         print(f"{title}, {', '.join(w.name for w in workloads)}: from {blocks_of(start, phase)}")
         found = climb(
@@ -130,6 +134,9 @@ def show_roofline(kinds: list[str]) -> None:
         backend = backend_for(spec.platform)
         for workload in (workload for _, workloads in groups() for workload in workloads):
             shape, work = workload.shape(backend), workload.work(backend)
+            if reason := why_unsupported(backend, shape, kind):
+                print(f"| {kind} | {workload.name} | refused: {reason} | | | | | |")
+                continue
             config = tuning.heuristic(backend, shape, kind)
             needed = on_chip_bytes(shape, config, workload.phase)
             is_memory = work.hbm_bytes / spec.hbm_bytes_per_s >= work.seconds(spec)

@@ -147,7 +147,7 @@ def _by_kernel(w: QuantizedTensor, x: Float[Array, "D T"], layer, dtype, interpr
     if layer is None:
         w, layer = jax.tree.map(lambda leaf: leaf[None], w), 0
     num_layers, num_groups, *out_shape, size = w.values.shape
-    problem = kernel.why_unsupported(math.prod(out_shape), size)
+    problem = kernel.why_unsupported(num_groups * size, math.prod(out_shape), size)
     if problem:
         raise ValueError(f"the TPU kernel does not take {problem}, or backend=Backend.XLA")
     values = w.values.reshape(num_layers, num_groups, -1, size)

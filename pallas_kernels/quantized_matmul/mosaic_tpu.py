@@ -17,13 +17,33 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 LANES = 128
-_TOKENS, _OUTPUTS, _GROUPS = 256, 512, 8  # of a tile, at most
+_GROUPS = 8  # of a tile: its scales then fill whole rows of registers
+_TOKENS, _OUTPUTS = (256, 128, 64, 32, 16), (512, 256, 128)  # of a tile, best first
+_TILE_BYTES = 12 * 2**20  # two of each operand's tiles, within a TPU v4's 16 MiB of VMEM
 
 
-def why_unsupported(num_outputs: int, group_size: int) -> str | None:
+def why_unsupported(num_inputs: int, num_outputs: int, group_size: int) -> str | None:
     """Returns what the kernel cannot do, with the remedy, or None."""
     if group_size % LANES or num_outputs % LANES:
         return f"{group_size=} and {num_outputs=}; use multiples of {LANES}"
+    if _tile(num_inputs // group_size, num_outputs, group_size) is None:
+        return (
+            f"{num_inputs=} in groups of {group_size}: use groups that are a multiple of {_GROUPS} "
+            "in number"
+        )
+    return None
+
+
+def _tile(num_groups: int, num_outputs: int, size: int, num_tokens: int = 16):
+    """Returns (tokens, outputs, groups) of the largest tile within the budget, or None."""
+    groups = _GROUPS if num_groups % _GROUPS == 0 else num_groups
+    most_tokens = -(-num_tokens // 16) * 16
+    for outputs in _OUTPUTS:
+        for tokens in _TOKENS:
+            # Weights of 8 bits, activations and sums of 32: the most that there is.
+            tile_bytes = 2 * groups * size * (outputs + 4 * tokens) + 12 * tokens * outputs
+            if num_outputs % outputs == 0 and tile_bytes <= _TILE_BYTES:
+                return min(tokens, most_tokens), outputs, groups
     return None
 
 
@@ -42,10 +62,9 @@ def grouped_matmul(
     """
     _, num_groups, num_out, size = values.shape
     num_tokens = x.shape[0]
-    # A tile's scales fill whole rows of registers, or are all that there are.
-    groups = _GROUPS if num_groups % _GROUPS == 0 else num_groups
-    outputs = max(n for n in (LANES, 2 * LANES, _OUTPUTS) if num_out % n == 0)
-    tokens = min(_TOKENS, -(-num_tokens // 16) * 16)
+    tile = _tile(num_groups, num_out, size, num_tokens)
+    assert tile is not None, why_unsupported(num_groups * size, num_out, size)
+    tokens, outputs, groups = tile
 
     def kernel(layer_ref, values_ref, scales_ref, x_ref, out_ref, sum_ref):
         del layer_ref  # the block maps have it

@@ -97,6 +97,8 @@ def ragged_paged_attention(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{soft_cap=} must be above 0, or None for no cap")
     shape = attention_shape(q, kv_pool, page_indices, layout)
+    if reason := _why_unsupported_by_all(shape):
+        raise ValueError(reason)
     if config is None:
         config = config_for(backend, shape, device_kind or jax.devices()[0].device_kind)
 
@@ -136,7 +138,18 @@ def _module_of(backend: Backend) -> Any:
 
 def why_unsupported(backend: Backend, shape: AttentionShape, device_kind: str) -> str | None:
     """Returns what `backend` cannot do of a call, with the remedy, or None if it can do it all."""
-    return _module_of(backend).why_unsupported(shape, device_kind)
+    by_all = _why_unsupported_by_all(shape)
+    return by_all or _module_of(backend).why_unsupported(shape, device_kind)
+
+
+def _why_unsupported_by_all(shape: AttentionShape) -> str | None:
+    if shape.q_dtype not in Q_DTYPES or shape.kv_dtype not in KV_DTYPES:
+        return f"queries in {shape.q_dtype}, pages in {shape.kv_dtype}; use {Q_DTYPES}, {KV_DTYPES}"
+    if shape.page_size & (shape.page_size - 1):
+        return f"page_size={shape.page_size} must be a power of two"
+    if shape.group > MAX_GROUP:
+        return f"{shape.group} query heads per KV head are more than attention's {MAX_GROUP}"
+    return None
 
 
 def attention_shape(q, kv_pool, page_indices, layout: PoolLayout) -> AttentionShape:
@@ -162,11 +175,6 @@ def _check_arrays(q, k, v, kv_pool, layout: PoolLayout):
             f"{q.shape=}, {k.shape=}, {kv_pool.shape=}; "
             "use [T, N, H], [T, K, H] and [L, P, p, R, W]"
         )
-    if q.dtype.name not in Q_DTYPES or kv_pool.dtype.name not in KV_DTYPES:
-        raise ValueError(f"{q.dtype=} and {kv_pool.dtype=}; use one of {Q_DTYPES} and {KV_DTYPES}")
-    page_size = kv_pool.shape[2]
-    if page_size & (page_size - 1):
-        raise ValueError(f"{page_size=} of {kv_pool.shape=} must be a power of two")
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim):
         raise ValueError(f"{q.shape=}, {k.shape=} and {v.shape=} must agree on T, K and H")
@@ -175,11 +183,8 @@ def _check_arrays(q, k, v, kv_pool, layout: PoolLayout):
             f"{kv_pool.shape=} must end in {(layout.num_rows, layout.width)} for {k.shape=}: make "
             "it with kv_layout.pool_shape"
         )
-    if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
-        raise ValueError(
-            f"{num_heads=} query heads over {num_kv_heads=}; use a multiple of it, at most "
-            f"{MAX_GROUP} times as many"
-        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} query heads over {num_kv_heads=}; use a multiple of it")
 
 
 def _check_rows(kv_lens, page_indices, cu_q_lens, distribution):

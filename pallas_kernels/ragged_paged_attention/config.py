@@ -143,7 +143,7 @@ def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:
             for stages in (4, 3, 2)
             if gpu_prefill_bytes(shape, block, stages) <= spec.on_chip_bytes
         ),
-        (64, 2),  # `why_unsupported` names what does not fit
+        (64, 2),  # refused by `mosaic_gpu.why_unsupported`: 8-bit pages of 256 lanes
     )
     places = -(-sharing * spec.num_cores // shape.num_kv_heads)
     most_splits = shape.num_rows * shape.pages_per_row * shape.page_size // 128
@@ -207,7 +207,7 @@ def tpu_config(shape: AttentionShape, device_kind: str) -> TpuConfig:
     rows = min(8, shape.num_rows, max(1, fetched // (512 * token_bytes)))
     keys = min(512, max(128, _down_to_power(fetched // token_bytes)))
     tokens = min(256, max(16, 512 // shape.group), -(-shape.num_tokens // 16) * 16)
-    decode = ((_down_to_power(rows), pages(keys >> less)) for less in range(3))
+    decode = ((_down_to_power(rows), pages(max(128, keys >> less))) for less in range(3))
     prefill = (
         (_down_to_power(tokens) >> less_tokens, pages(512 >> less_keys))
         for less_keys, less_tokens in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (2, 3), (2, 4))

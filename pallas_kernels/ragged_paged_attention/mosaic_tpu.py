@@ -79,10 +79,11 @@ def attend(
 
 def why_unsupported(shape: AttentionShape, device_kind: str) -> str | None:
     """See `api._module_of`."""
-    if shape.q_dtype not in ("bfloat16", "float32"):
-        return f"queries in {shape.q_dtype}: use bfloat16 or float32"
-    if shape.kv_dtype not in ("bfloat16", "float32", "int8", "float8_e4m3fn"):
-        return f"a KV pool in {shape.kv_dtype}: use bfloat16, float32, int8 or float8_e4m3fn"
+    reason = _why_unsupported(shape, device_kind)
+    return reason and f"the mosaic_tpu backend: {reason}; or attention_backend=xla"
+
+
+def _why_unsupported(shape: AttentionShape, device_kind: str) -> str | None:
     if shape.page_size not in _PAGE_SIZES:
         return f"page_size={shape.page_size}: use one of {_PAGE_SIZES}"
     if shape.width not in (128, 256):

@@ -55,6 +55,6 @@ def attend(
 
 
 def why_unsupported(shape: AttentionShape, device_kind: str) -> str | None:
-    """See `api._module_of`: XLA does it all, everywhere."""
+    """See `api._module_of`: XLA does all that any backend does, everywhere."""
     del shape, device_kind
     return None

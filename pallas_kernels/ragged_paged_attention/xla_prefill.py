@@ -72,7 +72,7 @@ def _attend(
         page = _barrier(jnp.where(number * page_size < end, page, NULL_PAGE))
         kv = kv_pool[layer, page].reshape(block, num_kv_heads, 2, head_dim).astype(jnp.float32)
         k = kv[:, :, 0].swapaxes(0, 1)
-        v = jnp.where((key < end)[None, :, None], kv[:, :, 1].swapaxes(0, 1), 0)
+        v = jnp.where(((key >= low[0]) & (key < end))[None, :, None], kv[:, :, 1].swapaxes(0, 1), 0)
         s = jnp.einsum("kmh,kbh->kmb", q, k).reshape(*shape, block)
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)

@@ -220,7 +220,8 @@ def test_a_planted_race_is_found(name, plant, capfd):
         check_races(decode(200), capfd)
 
 
-def test_a_page_id_out_of_bounds_is_found(plant):
+def test_a_page_id_out_of_bounds_shows_in_the_numbers(plant):
+    """The interpreter itself says nothing of it."""
     plant("_page", lambda pages_ref, row, number: pages_ref[row, number] + 1000)
     with pytest.raises(AssertionError, match="numbers are wrong"):
         check(decode(200))

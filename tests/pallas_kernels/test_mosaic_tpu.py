@@ -19,9 +19,9 @@ from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.config import TpuConfig
 from tests.rpa_cases import (
     CASES,
-    TOLERANCE,
     Case,
     Step,
+    assert_close,
     build,
     laid_out,
     oracle,
@@ -88,10 +88,6 @@ def run(case: Case, step: Step, *, decode_only=False, config=None, interpret: ob
         sinks=step.sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return np.asarray(out).astype(np.float32), plain(np.asarray(pool), layout_of(case))
-
-
-def assert_close(case: Case, got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[case.dtype])
 
 
 def check(case: Case, **settings):

@@ -15,6 +15,7 @@ from pallas_kernels.quantized_matmul import (
     QuantizedTensor,
     api,
     dequantize,
+    mosaic_tpu,
     quantize,
     quantized_matmul,
 )
@@ -120,6 +121,12 @@ def test_groups_and_outputs_that_the_tpu_kernel_does_not_take_are_refused(num_ou
     quantized = quantize(jnp.ones((num_out, 256)), "int8", group_size=group_size)
     with pytest.raises(ValueError, match="multiples of 128, or backend"):
         quantized_matmul(quantized, jnp.ones((256, 2)), backend=Backend.MOSAIC_TPU)
+
+
+def test_groups_too_many_for_one_tile_are_refused_unless_they_come_in_eights():
+    assert mosaic_tpu.why_unsupported(11008, 256, 128) is None
+    assert "multiple of 8 in number" in mosaic_tpu.why_unsupported(401 * 128, 256, 128)
+    assert mosaic_tpu.why_unsupported(400 * 128, 256, 128) is None
 
 
 def assert_product(out, weight: np.ndarray, x: np.ndarray, tolerance: float):

@@ -315,9 +315,10 @@ BAD_CALLS = {
     "a pool of 64-bit integers": (dict(kv_pool=np.zeros((2, 3, 16, 4, 64), int)), "int8"),
     "pages of 24 tokens": (
         dict(kv_pool=np.zeros((2, 3, 24, 4, 64), np.float32)),
-        "page_size=24 .* power of two",
+        "page_size=24 must be a power of two",
     ),
     "a pool of other heads": (dict(kv_pool=np.zeros((2, 3, 16, 2, 64))), "pool_shape"),
+    "too many heads in a group": (dict(q=np.zeros((6, 34, 64), np.float32)), "17 query heads"),
     "heads do not divide": (dict(q=np.zeros((6, 3, 64), np.float32)), "use a multiple of it"),
     "flat page_indices": (dict(page_indices=np.zeros(8, np.int32)), "page_indices"),
     "64-bit kv_lens": (dict(kv_lens=np.zeros(2, np.int16)), "use int32"),

@@ -80,11 +80,14 @@ def test_smem_counts_the_page_table_and_what_goes_with_it():
     ("changes", "message"),
     [
         (dict(num_rows=256, pages_per_row=1024), "larger page_size, fewer rows"),
-        (dict(q_dtype="float16"), "queries in float16"),
-        (dict(kv_dtype="float8_e5m2"), "a KV pool in float8_e5m2"),
         (dict(page_size=24), "page_size=24"),
         (dict(width=512), "512 lanes"),
         (dict(num_kv_heads=128, pool_rows=256, group=4), "more tensor parallelism"),
+        # Blocks of fewer than 128 keys would fit, which the kernel does not take.
+        (
+            dict(num_kv_heads=64, pool_rows=128, group=2, page_size=8, kv_dtype="float32"),
+            "32 MiB of TPU v5 lite",
+        ),
         (dict(kind="TPU v9"), "'TPU v9' is unknown"),
         (dict(kind="TPU v4", num_kv_heads=64, pool_rows=128, group=1), "14 MiB of TPU v4"),
     ],
@@ -94,7 +97,7 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_remedy(changes, message):
 
 
 def test_a_gpu_is_no_place_for_the_tpu_kernel():
-    assert refusal("NVIDIA H200") == "NVIDIA H200 is no TPU; use another backend"
+    assert "NVIDIA H200 is no TPU; use another backend" in (refusal("NVIDIA H200") or "")
 
 
 def test_what_the_kernel_can_do_is_not_refused():
