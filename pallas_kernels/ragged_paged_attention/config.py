@@ -241,7 +241,8 @@ def tpu_decode_bytes(shape: AttentionShape, rows: int, pages: int) -> int:
     queries = rows * heads * (shape.width * (3 * shape.q_bytes + 4) + 2 * 128 * 4)
     fetched = 2 * rows * keys * shape.pool_rows * shape.width * shape.kv_bytes
     pairs = heads * keys * shape.num_kv_heads * 4
-    split = keys * shape.pool_rows * shape.width * shape.q_bytes
+    widened = 4 if shape.kv_bytes == 1 else 0  # to float32 on the way from 8 bits
+    split = keys * shape.pool_rows * shape.width * (shape.q_bytes + widened)
     return queries + fetched + pairs + rows * (2 * pairs + split) + MIB
 
 
