@@ -134,10 +134,11 @@ def show_roofline(kinds: list[str]) -> None:
         backend = backend_for(spec.platform)
         for workload in (workload for _, workloads in groups() for workload in workloads):
             shape, work = workload.shape(backend), workload.work(backend)
-            if reason := why_unsupported(backend, shape, kind):
-                print(f"| {kind} | {workload.name} | refused: {reason} | | | | | |")
+            try:
+                config = tuning.heuristic(backend, shape, kind)
+            except ValueError as error:
+                print(f"| {kind} | {workload.name} | refused: {error} | | | | | |")
                 continue
-            config = tuning.heuristic(backend, shape, kind)
             needed = on_chip_bytes(shape, config, workload.phase)
             is_memory = work.hbm_bytes / spec.hbm_bytes_per_s >= work.seconds(spec)
             print(
