@@ -21,11 +21,17 @@ import numpy as np
 from absl import app, flags
 
 from pallas_kernels.dispatch import Backend, backend_for
-from pallas_kernels.kv_layout import pool_layout, pool_shape
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.workloads import (
+    HEADS,
+    Heads,
+    Workload,
+    attend_with,
+    compile_layers,
+    make_step,
+)
 
 _SUITE = flags.DEFINE_enum("suite", "all", ["all", "decode", "prefill", "growth"], "what to time")
-_MODEL = flags.DEFINE_enum("model", "smollm2", ["smollm2", "gemma3-270m"], "head shapes")
+_MODEL = flags.DEFINE_enum("model", "smollm2", list(HEADS), "head shapes")
 _PAGE_SIZES = flags.DEFINE_list("page_sizes", ["16"], "tokens per page, one or more")
 _ROWS = flags.DEFINE_list("rows", ["1", "4", "16", "32"], "decode rows")
 _CONTEXTS = flags.DEFINE_list("contexts", ["64", "200", "512", "2048"], "tokens of context")
@@ -37,16 +43,6 @@ _BASELINE = flags.DEFINE_boolean("baseline", False, "time gather + einsum over m
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of queries and pool")
 
 
-class Heads(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int
-
-
-MODELS = {"smollm2": Heads(9, 3, 64, 0), "gemma3-270m": Heads(4, 1, 256, 512)}
-
-
 class Timing(NamedTuple):
     """Microseconds of one layer."""
 
@@ -55,48 +51,22 @@ class Timing(NamedTuple):
     cpu: float
 
 
-def make_step(
-    heads: Heads, page_size: int, kv_lens: list[int], q_lens: list[int], max_model_len: int = 0
-):
-    """Returns the arguments of a step whose rows lie in randomly permuted pages."""
-    max_model_len = max_model_len or _MAX_MODEL_LEN.value
-    rng = np.random.default_rng(0)
-    dtype = jnp.dtype(_DTYPE.value)
-    num_tokens, num_rows = sum(q_lens), len(kv_lens)
-    pages = [-(-n // page_size) for n in kv_lens]
-    order = 1 + rng.permutation(sum(pages))
-    page_indices = np.zeros((num_rows, max_model_len // page_size), np.int32)
-    for s, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
-        page_indices[s, :count] = order[end - count : end]
-    layout = pool_layout(Backend.XLA, heads.num_kv_heads, heads.head_dim, dtype)
-    shape = pool_shape(_NUM_LAYERS.value, 1 + sum(pages), page_size, layout)
+def backend() -> Backend:
+    return backend_for(jax.default_backend())
 
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
-    decode_end = sum(n == 1 for n in q_lens)
-    return (
-        normal(num_tokens, heads.num_heads, heads.head_dim),
-        normal(num_tokens, heads.num_kv_heads, heads.head_dim),
-        normal(num_tokens, heads.num_kv_heads, heads.head_dim),
-        normal(*shape),
-        jnp.asarray(kv_lens, jnp.int32),
-        jnp.asarray(page_indices),
-        jnp.asarray(np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32),
-        jnp.asarray([decode_end, num_rows, num_rows], jnp.int32),
+def workload(
+    heads: Heads, page_size: int, rows: list[tuple[int, int]], max_model_len: int = 0
+) -> Workload:
+    """A step of `rows` (kv_len, q_len) in the dtype that the flag says."""
+    return Workload(
+        heads=heads,
+        rows=tuple(rows),
+        page_size=page_size,
+        max_model_len=max_model_len or _MAX_MODEL_LEN.value,
+        dtype=_DTYPE.value,
+        kv_dtype=_DTYPE.value,
     )
-
-
-def paged(heads: Heads, decode_only: bool) -> Callable:
-    backend = backend_for(jax.default_backend())
-
-    def attend(q, k, v, pool, layer, *rows):
-        return ragged_paged_attention(
-            q, k, v, pool, layer, *rows, scale=heads.head_dim**-0.5,
-            sliding_window=heads.sliding_window, backend=backend, decode_only=decode_only,
-        )  # fmt: skip
-
-    return attend
 
 
 def gathered(heads: Heads) -> Callable:
@@ -123,28 +93,15 @@ def gathered(heads: Heads) -> Callable:
     return attend
 
 
-def measure(attend: Callable, step) -> Timing:
-    """Times `attend` over all layers; each layer's output feeds the next one's queries."""
-    num_layers = _NUM_LAYERS.value
-
-    def layers(q, k, v, pool, *rows):
-        def one(layer, carry):
-            q, pool, other = carry
-            out, pool = attend(q, k, v, pool, layer, *rows)
-            return q + out * jnp.asarray(1e-3, q.dtype), pool, other * 0.5
-
-        # `other` stands in for the rest of a layer: XLA:CPU compiles a loop that touches few bytes
-        # into one scalar kernel, loops inside it included, which no real layer meets.
-        other = jnp.ones(2**14)
-        return jax.lax.fori_loop(0, num_layers, one, (q, pool, other))
-
-    q, k, v, pool, *rows = step
-    pool = jnp.copy(pool)
-    program = jax.jit(layers, donate_argnums=3).lower(q, k, v, pool, *rows).compile()
+def measure(load: Workload, attend: Callable | None = None) -> Timing:
+    """Times `attend`, ragged paged attention by default, over all layers."""
+    num_layers, step = _NUM_LAYERS.value, make_step(load, backend(), _NUM_LAYERS.value)
+    program = compile_layers(attend or attend_with(load, backend()), step, num_layers)
     walls, cpus = [], []
     for _ in range(_REPEATS.value + 1):
         wall, cpu = time.perf_counter(), time.process_time()
-        out, pool, _ = program(q, k, v, pool, *rows)
+        out, pool, _ = program(*step)
+        step = step._replace(pool=pool)
         jax.block_until_ready((out, pool))
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
@@ -170,14 +127,14 @@ def bench_decode(heads: Heads, page_size: int) -> None:
             if num_rows > 1:
                 shapes["ragged"] = ragged(num_rows, context)
             for name, kv_lens in shapes.items():
-                step = make_step(heads, page_size, kv_lens, [1] * num_rows)
+                load = workload(heads, page_size, [(n, 1) for n in kv_lens])
                 window = heads.sliding_window or max(kv_lens)
                 live = sum(min(n, window) for n in kv_lens) * bytes_per_token
-                t = measure(paged(heads, decode_only=True), step)
+                t = measure(load)
                 line = f"{num_rows:5}{context:9}{name:>9}{t.best:9.0f}{t.median:9.0f}{t.cpu:9.0f}"
                 line += f"{live / t.best / 1e3:7.1f}"
                 if _BASELINE.value:
-                    base = measure(gathered(heads), step)
+                    base = measure(load, gathered(heads))
                     line += f"   gather {base.best:9.0f}{base.median:9.0f}{base.cpu:9.0f}"
                 print(line, flush=True)
 
@@ -187,8 +144,7 @@ def bench_prefill(heads: Heads, page_size: int) -> None:
     print(f"{'chunk':>6}{'before':>9}{'best':>9}{'median':>9}{'cpu':>9}{'GFLOP/s':>9}")
     for chunk in map(int, _CHUNKS.value):
         for before in (0, *map(int, _CONTEXTS.value)):
-            step = make_step(heads, page_size, [before + chunk], [chunk])
-            t = measure(paged(heads, decode_only=False), step)
+            t = measure(workload(heads, page_size, [(before + chunk, chunk)]))
             window = heads.sliding_window or before + chunk
             seen = sum(min(before + i + 1, window) for i in range(chunk))
             flops = 4 * seen * heads.num_heads * heads.head_dim
@@ -210,17 +166,15 @@ def bench_growth(heads: Heads, page_size: int) -> None:
     for context in contexts:
         print(f"| {context} |", end="", flush=True)
         for kind, longest in columns:
-            rows = kinds[kind]
-            kv_lens, q_lens = ([context] * rows, [1] * rows) if rows else ([context], [chunk])
-            step = make_step(heads, page_size, kv_lens, q_lens, longest)
-            t = measure(paged(heads, decode_only=rows > 0), step)
+            rows = [(context, 1)] * kinds[kind] or [(context, chunk)]
+            t = measure(workload(heads, page_size, rows, longest))
             print(f" {t.best:.0f} ({t.median:.0f}) |", end="", flush=True)
         print()
 
 
 def main(argv: list[str]) -> None:
     del argv
-    heads = MODELS[_MODEL.value]
+    heads = HEADS[_MODEL.value]
     for page_size in map(int, _PAGE_SIZES.value):
         if _SUITE.value in ("all", "decode"):
             bench_decode(heads, page_size)

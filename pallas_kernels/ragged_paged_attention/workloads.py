@@ -1,7 +1,7 @@
 """Named steps of ragged paged attention, and how long a layer of one takes on the device at hand.
 
-Shared by the tuner and the device check. Knows shapes, random arrays and the clock; not what a
-good time is.
+Shared by the tuner, the device check and scripts/bench_attention.py. Knows shapes, random arrays
+and the clock; not what a good time is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEADS = {
     "llama3.2-1b": Heads(32, 8, 64),
     "qwen3-32b-tp4": Heads(16, 2, 128),
     "gemma3-27b-tp4": Heads(8, 4, 128, 1024),
-    "gemma3-1b": Heads(4, 1, 256, 512),
+    "gemma3-1b": Heads(4, 1, 256, 512),  # and gemma3-270m
     "smollm2": Heads(9, 3, 64),
 }
 
