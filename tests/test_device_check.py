@@ -198,3 +198,10 @@ def test_the_whole_check_runs_on_a_cpu_in_small(tmp_path):
     assert goals["numerics"]["is_met"] is True
     assert goals["compilations after warm-up"]["got"] == 0
     assert goals["engine decode"]["got"] > 0
+
+
+def test_a_part_that_does_not_exist_is_refused_by_name(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["device_check", f"--out={tmp_path}", "--parts=engine,typo"])
+    with pytest.raises(SystemExit):
+        check.main()
+    assert "'typo' is unknown; use some of numerics," in capsys.readouterr().err

@@ -120,7 +120,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--torch_python", default=sys.executable, help="the Python with PyTorch")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for part in set(arguments.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {part!r} is unknown; use some of {','.join(PARTS)}")
+    return arguments
 
 
 if __name__ == "__main__":
