@@ -50,8 +50,10 @@ class Request:
     sampling: SamplingView
     priority: int = 0  # lower is served first
     tenant: str = ""
+    request_class: str = ""  # the name of one of SchedulerConfig.classes, or ""
     arrival_time: float = 0.0
     deadline: float | None = None  # absolute, on the same clock
+    queue_deadline: float | None = None  # the same, for what has not started by then
     cache_keys: tuple[tuple[str, Hashable], ...] = ()  # tagged: ("tenant", salt), ("adapter", id)
 
     status: RequestStatus = RequestStatus.WAITING
