@@ -4,7 +4,7 @@ that crosses to the device, which the compiled step unpacks by the same table.""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from scheduler.request import Request
 from scheduler.scheduler import PlanRow, StepPlan
 
 FROM_DEVICE = -1  # token id of a decode row whose input is last_tokens[slot] on the device
+NO_COPIES = np.zeros((0, 2), np.int32)
 
 
 class Field(NamedTuple):
@@ -70,13 +71,15 @@ def views(buffer: np.ndarray, bucket: Bucket, max_pages_per_seq: int) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One step's input: a bucket and its buffer i32[words]."""
+    """One step's input: a bucket and its buffer i32[words], and the pages to move before it."""
 
     bucket: Bucket
     buffer: np.ndarray
     num_tokens: int  # real ones, the rest of the bucket is padding
     num_rows: int
     wants_logprobs: bool
+    copies_out: np.ndarray = field(default_factory=lambda: NO_COPIES)  # i32[n,2] (device, host)
+    copies_in: np.ndarray = field(default_factory=lambda: NO_COPIES)  # i32[m,2] (host, device)
 
 
 class Packer:
