@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.checkpoint.source import Checkpoint
-from jserve.config import EngineConfig, parse_weights
+from jserve.config import EngineConfig, parse_classes, parse_weights
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
@@ -40,7 +40,7 @@ from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Backend, backend_for
-from pallas_kernels.kv_layout import PoolLayout
+from pallas_kernels.kv_layout import PoolLayout, bytes_per_page
 from scheduler.bucket import Bucket, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
@@ -169,6 +169,8 @@ def _input_processor(
             eos_token_ids=tuple({*model.eos_token_ids, *tokenizer.eos_token_ids}),
         ),
         scheduler.why_too_large,
+        classes=scheduler.config.classes,
+        queue_timeout_s=config.scheduler.queue_timeout_s,
     )
 
 
@@ -251,7 +253,34 @@ def _scheduler_config(
         policy=settings.policy,
         max_starvation_s=settings.max_starvation_s or math.inf,
         tenant_weights=parse_weights(settings.tenant_weights),
+        classes=parse_classes(settings.request_classes),
+        batching=settings.batching,
+        batch_window_s=settings.batch_window_ms / 1e3,
+        prefill_first=settings.prefill_first,
+        long_prompt_tokens=settings.long_prompt_tokens,
+        max_long_prompts=settings.max_long_prompts,
+        long_prompt_share=settings.long_prompt_share,
+        itl_slo_s=settings.itl_slo_ms / 1e3,
+        ttft_slo_s=settings.ttft_slo_ms / 1e3,
+        min_prefill_tokens=settings.min_prefill_tokens,
+        watermark=config.cache.kv_watermark,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        num_host_pages=_num_host_pages(
+            config, bytes_per_page(model.num_layers, page_size, layout, dtype)
+        ),
     )
+
+
+def _num_host_pages(config: EngineConfig, page_bytes: int) -> int:
+    """The pages that the swap space holds, with each device's `page_bytes` of them."""
+    space = config.cache.swap_space_bytes
+    whole_page = page_bytes * config.parallel.tensor_parallel_size
+    if 0 < space < whole_page:
+        raise ConfigError(
+            f"swap_space_bytes={space} holds no KV page; give {whole_page} or more, or 0 for none"
+        )
+    return space // whole_page
 
 
 def _log_memory(params, state: StepState, limits: SchedulerConfig) -> None:

@@ -169,8 +169,10 @@ def define_client_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_boolean("ignore_eos", False, "Go on after the model's end token.", **to)
     flags.DEFINE_string("request_id", None, "Name of the request, for the server's log.", **to)
     flags.DEFINE_integer("priority", 0, "Lower is served first.", **to)
+    flags.DEFINE_string("request_class", "", "One of the server's --request_classes.", **to)
     flags.DEFINE_string("tenant", "", "Tenants share no cached prefix.", **to)
     flags.DEFINE_float("timeout_s", None, "Give up after this many seconds.", **to)
+    flags.DEFINE_float("queue_timeout_s", None, "The same, if it has not started.", **to)
     flags.DEFINE_float("wait_ready_s", 0.0, "Wait this long for the server to be ready.", **to)
 
 
@@ -206,8 +208,10 @@ def request_from_flags(
         request_id=f.request_id,
         model=f.model,
         priority=f.priority,
+        request_class=f.request_class,
         tenant=f.tenant,
         timeout_s=f.timeout_s,
+        queue_timeout_s=f.queue_timeout_s,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from jserve.errors import ConfigError
+from scheduler.config import BATCHINGS, RequestClass
 
 MAX_PORT = 65_535
+CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
 DEFAULT_CACHE_DIR = str(Path.home() / ".cache" / "jserve")
 
 
@@ -26,6 +29,8 @@ class CacheSettings:
     kv_memory_fraction: float = 0.0  # of the device's free memory; 0: the backend's default
     kv_memory_bytes: int = 0  # per device; overrides the fraction when not 0
     enable_prefix_cache: bool = True
+    kv_watermark: float = 0.0  # share of the pages that an admission leaves free
+    swap_space_bytes: int = 0  # host memory for the pages of preempted requests; 0: recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +39,21 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 512
     prefill_chunk: int = 256  # most tokens of one prompt in one step; the rest is for others
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 0  # prompt tokens that may wait; 0: no bound
+    queue_timeout_s: float = 0.0  # longest wait before a request starts; 0: no bound
+    request_classes: str = ""  # "interactive:itl_slo_ms=50;batch:priority=10,max_num_seqs=8"
     policy: str = "priority"  # who is admitted next: fcfs, priority, sjf, fair, prefix
     max_starvation_s: float = 0.0  # longest wait before a request comes first; 0: no bound
     tenant_weights: str = ""  # "name:2,other:0.5", shares of policy fair; 1 for the rest
+    batching: str = "continuous"  # or "dynamic", "static"
+    batch_window_ms: float = 50.0  # of dynamic batching: how long a group may take to fill
+    prefill_first: bool = False  # prompts before decode rows
+    long_prompt_tokens: int = 0  # prompts with more tokens to compute are long; 0: none is
+    max_long_prompts: int = 1  # that are prefilled at once
+    long_prompt_share: float = 0.5  # of a step's prefill budget, while short prompts want it too
+    itl_slo_ms: float = 0.0  # target for the time between tokens; 0: none
+    ttft_slo_ms: float = 0.0  # target for the time to the first token; 0: none
+    min_prefill_tokens: int = 16  # of a step, whatever the targets
     overlap: bool = True
 
 
@@ -63,6 +80,13 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    step_log: str = ""  # file with a record per step; "": none
+    request_log: str = ""  # file with a record per ended request; "": none
+    request_log_prompts: bool = False  # with their token ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything `build_engine` needs. Raises ConfigError for contradictions, with the remedy."""
 
@@ -72,33 +96,47 @@ class EngineConfig:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     runner: RunnerSettings = field(default_factory=RunnerSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
-        s, c = self.scheduler, self.cache
-        for section in (self.model, c, s, self.parallel, self.runner, self.server):
-            for setting in fields(section):
-                value = getattr(section, setting.name)
+        c = self.cache
+        for section in fields(self):
+            settings = getattr(self, section.name)
+            for setting in fields(settings):
+                value = getattr(settings, setting.name)
                 if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
                     raise ConfigError(f"{setting.name}={value} must be a finite number, 0 or more")
         for name in ("port", "metrics_port"):
             if getattr(self.server, name) > MAX_PORT:
                 raise ConfigError(f"{name}={getattr(self.server, name)} is above {MAX_PORT}")
-        if s.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs={s.max_num_seqs} must be at least 1")
-        if s.max_num_batched_tokens < s.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={s.max_num_batched_tokens} cannot hold one token of each "
-                f"of max_num_seqs={s.max_num_seqs}; raise the first or lower the second"
-            )
-        parse_weights(s.tenant_weights)
-        if s.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk={s.prefill_chunk} must be at least 1")
+        _check_scheduler(self.scheduler)
         if c.page_size and (c.page_size & (c.page_size - 1) or not 8 <= c.page_size <= 256):
             raise ConfigError(f"page_size={c.page_size} must be a power of two from 8 to 256")
         if not 0 <= c.kv_memory_fraction < 1:
             raise ConfigError(f"kv_memory_fraction={c.kv_memory_fraction} must be in [0, 1)")
+        if c.kv_watermark >= 1:
+            raise ConfigError(f"kv_watermark={c.kv_watermark} must be in [0, 1)")
         if self.model.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
+        if self.log.request_log_prompts and not self.log.request_log:
+            raise ConfigError("request_log_prompts needs a file to write to; give request_log too")
+
+
+def _check_scheduler(s: SchedulerSettings) -> None:
+    for name in ("max_num_seqs", "prefill_chunk", "max_long_prompts", "min_prefill_tokens"):
+        if getattr(s, name) < 1:
+            raise ConfigError(f"{name}={getattr(s, name)} must be at least 1")
+    if s.max_num_batched_tokens < s.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={s.max_num_batched_tokens} cannot hold one token of each "
+            f"of max_num_seqs={s.max_num_seqs}; raise the first or lower the second"
+        )
+    if s.batching not in BATCHINGS:
+        raise ConfigError(f"batching={s.batching!r}; use one of {', '.join(BATCHINGS)}")
+    if not 0 < s.long_prompt_share <= 1:
+        raise ConfigError(f"long_prompt_share={s.long_prompt_share} must be in (0, 1]")
+    parse_weights(s.tenant_weights)
+    parse_classes(s.request_classes)
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -118,3 +156,42 @@ def parse_weights(text: str) -> dict[str, float]:
             raise ConfigError(f"tenant_weights: {entry!r} is not name:weight, as in gold:4,free:1")
         weights[name] = weight
     return weights
+
+
+def parse_classes(text: str) -> tuple[RequestClass, ...]:
+    """Reads "interactive:priority=0,itl_slo_ms=50,ttft_slo_ms=500;batch:priority=10".
+
+    Raises:
+      ConfigError: naming the entry that has another form, an unknown field or a bad value.
+    """
+    classes: dict[str, RequestClass] = {}
+    for entry in filter(None, map(str.strip, text.split(";"))):
+        name, _, listed = entry.partition(":")
+        if not name or name in classes:
+            raise ConfigError(f"request_classes: {entry!r} has no name of its own")
+        given = dict(_class_field(entry, item) for item in filter(None, listed.split(",")))
+        classes[name] = RequestClass(
+            name=name,
+            priority=int(given.get("priority", 0)),
+            max_num_seqs=int(given.get("max_num_seqs", 0)),
+            itl_slo_s=given.get("itl_slo_ms", 0.0) / 1e3,
+            ttft_slo_s=given.get("ttft_slo_ms", 0.0) / 1e3,
+        )
+    return tuple(classes.values())
+
+
+def _class_field(entry: str, item: str) -> tuple[str, float]:
+    """Reads one "name=number" of a class."""
+    name, _, number = item.strip().partition("=")
+    is_whole = name in ("priority", "max_num_seqs")
+    try:
+        value = float(int(number) if is_whole else number)
+    except (OverflowError, ValueError):
+        value = math.nan
+    lowest = -(2**31) if name == "priority" else 0
+    if name not in CLASS_FIELDS or not lowest <= value < 2**31:
+        raise ConfigError(
+            f"request_classes: {item!r} of {entry!r} is none of {', '.join(CLASS_FIELDS)} with a "
+            "number, as in batch:priority=10,max_num_seqs=8"
+        )
+    return name, value

@@ -31,17 +31,42 @@ HELP: dict[str, dict[str, str]] = {
         "backend's default.",
         "kv_memory_bytes": "Bytes per device for KV pages; overrides --kv_memory_fraction.",
         "enable_prefix_cache": "Keep the pages of finished requests for prompts that begin alike.",
+        "kv_watermark": "Share of the KV pages that an admission leaves free, below 1.",
+        "swap_space_bytes": "Host memory for the KV pages of preempted requests, which return from "
+        "there where that is quicker than to recompute them; 0: recompute always.",
     },
     "scheduler": {
         "max_num_seqs": "Most requests that run at once.",
         "max_num_batched_tokens": "Most tokens in one step: one per running request, then prompts.",
         "prefill_chunk": "Most tokens of one prompt in one step.",
         "max_queued_requests": "Requests that may wait; one more gets RESOURCE_EXHAUSTED.",
+        "max_queued_tokens": "Prompt tokens that may wait; a request beyond them gets "
+        "RESOURCE_EXHAUSTED; 0: no bound.",
+        "queue_timeout_s": "Longest wait of a request before it starts; then it gets "
+        "DEADLINE_EXCEEDED; 0: no bound.",
+        "request_classes": "Classes that requests may name, each with a priority that is added to "
+        "the request's, a cap and its own targets, all optional, as in "
+        "'interactive:itl_slo_ms=50,ttft_slo_ms=500;batch:priority=10,max_num_seqs=8'.",
         "policy": "Who is admitted next: fcfs; priority (lower first, then arrival); sjf (least "
         "remaining work); fair (the tenant served least); prefix (most cached tokens).",
         "max_starvation_s": "Longest wait before a request comes first under any policy; 0: no "
         "bound.",
         "tenant_weights": "Shares of tenants under --policy=fair, as in gold:4,free:1; others: 1.",
+        "batching": "continuous: requests join and leave at every step; static: a group runs until "
+        "its last one ends; dynamic: static, but a group that is not full waits for more, at most "
+        "--batch_window_ms.",
+        "batch_window_ms": "With --batching=dynamic: how long the oldest request waits for others.",
+        "prefill_first": "Prompts take a step's tokens before running requests do.",
+        "long_prompt_tokens": "Prompts with more tokens to compute are long, and short ones may "
+        "pass them; 0: none is.",
+        "max_long_prompts": "Long prompts that are prefilled at once.",
+        "long_prompt_share": "Share of a step's prompt tokens for long prompts while short ones "
+        "wait.",
+        "itl_slo_ms": "Target for the time between tokens: steps get only as many prompt tokens, "
+        "and as many running requests, as meet it at the 95th percentile; 0: fixed limits.",
+        "ttft_slo_ms": "Target for the time to the first token, which bounds how much prefill "
+        "--itl_slo_ms may hold back; 0: none.",
+        "min_prefill_tokens": "Prompt tokens that a step may have whatever the targets.",
         "overlap": "Schedule a step while the one before it runs on the device.",
     },
     "parallel": {
@@ -60,6 +85,11 @@ HELP: dict[str, dict[str, str]] = {
         "metrics_port": "Prometheus port, same host; 0: no endpoint.",
         "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
         "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED.",
+    },
+    "log": {
+        "step_log": "File for one record per step, replaced at each start; empty: none.",
+        "request_log": "File to which each ended request adds one record; empty: none.",
+        "request_log_prompts": "Write the prompts' token ids to --request_log.",
     },
 }
 SECTIONS = tuple(HELP)

@@ -19,9 +19,13 @@ class GenerateRequest:
       messages: chat turns ({"role": ..., "content": ...}), rendered with the model's template.
       request_id: the caller's name for it, unique among live requests; None draws one.
       model: the name the caller expects to be served; "" is any.
-      priority: lower is served first.
+      priority: lower is served first; added to that of its class.
+      request_class: one of the engine's classes; "" is none.
       tenant: requests of different tenants share no cached prefix.
+      identity: who the front end has authenticated, never what the caller says; "" is nobody. It
+        is the tenant then, and `tenant` only divides what it has in the prefix cache.
       timeout_s: give up this many seconds after submission; None never.
+      queue_timeout_s: the same, if it has not started by then.
     """
 
     prompt: str | None = None
@@ -31,8 +35,11 @@ class GenerateRequest:
     request_id: str | None = None
     model: str = ""
     priority: int = 0
+    request_class: str = ""
     tenant: str = ""
+    identity: str = ""
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

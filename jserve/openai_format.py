@@ -44,8 +44,10 @@ SAMPLING_FIELDS = (
 REQUEST_FIELDS: dict[str, Any] = {
     "model": str,
     "priority": int,
+    "request_class": str,
     "tenant": str,
     "timeout_s": (int, float),
+    "queue_timeout_s": (int, float),
 }
 
 

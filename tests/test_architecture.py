@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "jserve.engine": ("jserve.engine", "jserve.text", "scheduler"),
     "jserve.server": ("jserve.server", "jserve.engine", "jserve.flags", "jserve.build"),
     "jserve.errors": (),
-    "jserve.config": (),
+    "jserve.config": ("scheduler.config",),
     "jserve.sampling_params": (),
     "jserve.messages": (),
 }

@@ -3,6 +3,7 @@ validation behind every front end. Knows the model's limits, not the queue."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from bisect import bisect_left
@@ -18,6 +19,7 @@ from jserve.sampling_params import SamplingParams
 from jserve.text.chat import ChatTemplate, encode_chat
 from jserve.text.detokenizer import Detokenizer
 from jserve.text.tokenizer import Tokenizer
+from scheduler.config import RequestClass
 from scheduler.request import Request, SamplingView
 
 MAX_ID_CHARS = 256
@@ -48,6 +50,8 @@ class InputProcessor:
 
     Args:
       why_too_large: says why a number of tokens can never fit the KV pool, or None.
+      classes: those that a request may name.
+      queue_timeout_s: longest that any request waits before it starts; 0: no bound.
     """
 
     def __init__(
@@ -57,9 +61,14 @@ class InputProcessor:
         limits: ModelLimits,
         why_too_large: Callable[[int], str | None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        classes: Sequence[RequestClass] = (),
+        queue_timeout_s: float = 0.0,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
+        self._classes = {"": RequestClass(name=""), **{c.name: c for c in classes}}
+        self._queue_timeout_s = queue_timeout_s or math.inf
         self._chat_template = chat_template
         self._why_too_large = why_too_large
         self._clock = clock
@@ -91,11 +100,13 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling=view,
-            priority=message.priority,
-            tenant=message.tenant,
+            priority=message.priority + self._classes[message.request_class].priority,
+            tenant=message.identity or message.tenant,
+            request_class=message.request_class,
             arrival_time=now,
             deadline=None if message.timeout_s is None else now + message.timeout_s,
-            cache_keys=(("tenant", message.tenant),) if message.tenant else (),
+            queue_deadline=self._queue_deadline(message, now),
+            cache_keys=_cache_keys(message),
         )
         detokenizer = Detokenizer(
             self.tokenizer,
@@ -111,27 +122,35 @@ class InputProcessor:
             raise InvalidRequest(
                 f"model={message.model!r} is not served here; use {self.limits.name!r}"
             )
-        priority, timeout_s = message.priority, message.timeout_s
+        priority = message.priority
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise InvalidRequest(f"{priority=} is not an integer")
         if abs(priority) >= 2**31:
             raise InvalidRequest(f"{priority=} is out of range; use a 32-bit integer")
-        if not isinstance(message.tenant, str) or len(message.tenant) > MAX_ID_CHARS:
-            raise InvalidRequest(f"tenant must be a string of at most {MAX_ID_CHARS} characters")
-        if timeout_s is not None and not (
-            isinstance(timeout_s, Real)
-            and not isinstance(timeout_s, bool)
-            and 0 < timeout_s <= MAX_TIMEOUT_S
-        ):
+        for name in ("tenant", "identity"):
+            text = getattr(message, name)
+            if not isinstance(text, str) or len(text) > MAX_ID_CHARS:
+                raise InvalidRequest(
+                    f"{name} must be a string of at most {MAX_ID_CHARS} characters"
+                )
+        known = [name for name in self._classes if name]
+        if not isinstance(message.request_class, str) or message.request_class not in self._classes:
             raise InvalidRequest(
-                f"{timeout_s=} is not a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
+                f"request_class={message.request_class!r} is not known here; use "
+                f"{' or '.join(known) if known else 'none: the engine has no classes'}"
             )
+        _check_seconds("timeout_s", message.timeout_s)
+        _check_seconds("queue_timeout_s", message.queue_timeout_s)
         request_id = message.request_id
         if request_id is None:
             return uuid4().hex
         if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARS:
             raise InvalidRequest(f"request_id must have 1 to {MAX_ID_CHARS} characters")
         return request_id
+
+    def _queue_deadline(self, message: GenerateRequest, now: float) -> float | None:
+        longest = min(self._queue_timeout_s, message.queue_timeout_s or math.inf)
+        return None if longest == math.inf else now + longest
 
     def _prompt_token_ids(self, message: GenerateRequest) -> list[int]:
         given = [
@@ -208,6 +227,21 @@ class InputProcessor:
         if why:
             raise InvalidRequest(f"the request can never run: {why}")
         return asked
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value <= MAX_TIMEOUT_S):
+        raise InvalidRequest(
+            f"{name}={value!r} is not a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
+        )
+
+
+def _cache_keys(message: GenerateRequest) -> tuple[tuple[str, str], ...]:
+    """What a cached prefix must share. The identity leads: a caller may divide what is its own,
+    and can name nothing that reaches another's."""
+    keys = (("identity", message.identity), ("tenant", message.tenant))
+    return tuple(key for key in keys if key[1])
 
 
 def _check_message_fields(messages: Any) -> None:

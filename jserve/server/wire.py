@@ -38,9 +38,6 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("the request has no input; give one of prompt, token_ids or chat")
-    timeout_s = message.timeout_s if message.HasField("timeout_s") else None
-    if timeout_s is not None and not 0 < timeout_s < math.inf:  # false for NaN too
-        raise InvalidRequest(f"{timeout_s=} is not a finite number of seconds above 0")
     return GenerateRequest(
         prompt=message.prompt if kind == "prompt" else None,
         prompt_token_ids=list(message.token_ids.ids) if kind == "token_ids" else None,
@@ -51,9 +48,18 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         request_id=message.request_id or None,
         model=message.model,
         priority=message.priority,
+        request_class=message.request_class,
         tenant=message.tenant,
-        timeout_s=timeout_s,
+        timeout_s=_seconds(message, "timeout_s"),
+        queue_timeout_s=_seconds(message, "queue_timeout_s"),
     )
+
+
+def _seconds(message: pb.GenerateRequest, name: str) -> float | None:
+    value: float | None = getattr(message, name) if message.HasField(name) else None
+    if value is not None and not 0 < value < math.inf:  # false for NaN too
+        raise InvalidRequest(f"{name}={value} is not a finite number of seconds above 0")
+    return value
 
 
 def request_to_proto(
@@ -73,8 +79,10 @@ def request_to_proto(
             model=request.model,
             request_id=request.request_id or "",
             priority=request.priority,
+            request_class=request.request_class,
             tenant=request.tenant,
             timeout_s=request.timeout_s,
+            queue_timeout_s=request.queue_timeout_s,
             return_prompt_token_ids=return_prompt_token_ids,
         )
         if request.prompt is not None:

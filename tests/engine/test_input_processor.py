@@ -12,6 +12,7 @@ from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
+from scheduler.config import RequestClass
 from tests.engine.tiny import byte_tokenizer
 
 VOCAB = 97
@@ -24,10 +25,12 @@ def why_too_large(num_tokens: int) -> str | None:
     return f"{num_tokens} tokens do not fit" if num_tokens > POOL else None
 
 
-def make(fits=lambda num_tokens: None, eos: tuple[int, ...] = (1, 2)) -> InputProcessor:
+def make(fits=lambda num_tokens: None, eos: tuple[int, ...] = (1, 2), **rules) -> InputProcessor:
     tokenizer = byte_tokenizer()
     limits = ModelLimits("tiny", VOCAB, LIMIT, eos)
-    return InputProcessor(tokenizer, chat_template_of(tokenizer), limits, fits, lambda: 100.0)
+    return InputProcessor(
+        tokenizer, chat_template_of(tokenizer), limits, fits, lambda: 100.0, **rules
+    )
 
 
 PROCESSOR = make()
@@ -48,6 +51,7 @@ def test_a_request_carries_its_fields_to_the_scheduler():
         priority=-3,
         tenant="t",
         timeout_s=2.5,
+        queue_timeout_s=0.5,
         sampling=SamplingParams(
             temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=11, max_tokens=9, logprobs=3
         ),
@@ -56,11 +60,43 @@ def test_a_request_carries_its_fields_to_the_scheduler():
     assert (request.request_id, request.prompt_token_ids) == ("r", [5, 6])
     assert (request.priority, request.tenant) == (-3, "t")
     assert (request.arrival_time, request.deadline) == (100.0, 102.5)
+    assert request.queue_deadline == 100.5
     assert request.cache_keys == (("tenant", "t"),)
     view = request.sampling
     assert (view.temperature, view.top_k, view.top_p, view.min_p) == (0.5, 7, 0.9, 0.1)
     assert (view.seed, view.max_tokens, view.num_logprobs) == (11, 9, 3)
     assert view.stop_token_ids == {1, 2}
+
+
+def test_a_class_adds_its_priority_and_an_unknown_one_is_refused_with_those_known():
+    processor = make(classes=(RequestClass(name="chat"), RequestClass(name="bulk", priority=10)))
+    message = GenerateRequest(prompt_token_ids=[5], priority=-3, request_class="bulk")
+    request = processor.prepare(message).request
+    assert (request.request_class, request.priority) == ("bulk", 7)
+    assert processor.prepare(GenerateRequest(prompt_token_ids=[5])).request.request_class == ""
+    refused("request_class='x' is not known here; use chat or bulk", processor, request_class="x")
+    refused("request_class='x'.*none: the engine has no classes", request_class="x")
+
+
+@pytest.mark.parametrize(
+    ("of_engine", "of_request", "expected"),
+    [(0.0, None, None), (3.0, None, 103.0), (0.0, 5.0, 105.0), (3.0, 5.0, 103.0), (5.0, 3, 103.0)],
+)
+def test_the_smaller_queue_timeout_holds(of_engine, of_request, expected):
+    message = GenerateRequest(prompt_token_ids=[5], queue_timeout_s=of_request)
+    assert make(queue_timeout_s=of_engine).prepare(message).request.queue_deadline == expected
+
+
+def test_an_authenticated_identity_is_the_tenant_and_the_callers_own_only_divides_its_cache():
+    def prepared(**fields):
+        return PROCESSOR.prepare(GenerateRequest(prompt_token_ids=[5], **fields)).request
+
+    alice = prepared(identity="alice", tenant="bob")
+    assert alice.tenant == "alice"
+    assert alice.cache_keys == (("identity", "alice"), ("tenant", "bob"))
+    assert prepared(identity="alice").cache_keys == (("identity", "alice"),)
+    keys = {prepared(**f).cache_keys for f in ({"identity": "bob"}, {"tenant": "bob"}, {})}
+    assert len(keys | {alice.cache_keys}) == 4, "two different callers share a prefix"
 
 
 def test_ignore_eos_leaves_the_callers_own_stop_ids():
@@ -182,11 +218,14 @@ def test_O39_what_the_pool_can_never_hold_is_refused_at_the_door():
         ({"priority": 2**31}, "32-bit"),
         ({"tenant": 5}, "tenant must be a string"),
         ({"tenant": "t" * 257}, "at most 256"),
+        ({"identity": b"alice"}, "identity must be a string"),
+        ({"request_class": ["x"]}, "request_class="),
         ({"request_id": ""}, "request_id must have 1 to 256"),
         ({"request_id": "r" * 257}, "request_id must have 1 to 256"),
         ({"request_id": 5}, "request_id must have 1 to 256"),
         *(
-            ({"timeout_s": value}, "timeout_s=.* is not a number of seconds above 0")
+            ({name: value}, f"{name}=.* is not a number of seconds above 0")
+            for name in ("timeout_s", "queue_timeout_s")
             for value in (0, -1.0, math.nan, math.inf, HUGE, "5", True)
         ),
     ],

@@ -100,7 +100,7 @@ def test_every_flag_reaches_the_request():
             *("--prompt=x", "--chat", "--system=be brief", "--model=m", "--max_tokens=5"),
             *("--temperature=0.5", "--top_k=3", "--top_p=0.8", "--min_p=0.1", "--seed=9"),
             *("--stop=a", "--stop=b", "--ignore_eos", "--request_id=r", "--priority=-2"),
-            *("--tenant=t", "--timeout_s=3"),
+            *("--tenant=t", "--timeout_s=3", "--request_class=c", "--queue_timeout_s=1.5"),
         )
     )
     assert request.sampling == SamplingParams(
@@ -116,6 +116,7 @@ def test_every_flag_reaches_the_request():
     assert [turn["role"] for turn in request.messages] == ["system", "user"]
     assert (request.prompt, request.model, request.request_id) == (None, "m", "r")
     assert (request.priority, request.tenant, request.timeout_s) == (-2, "t", 3.0)
+    assert (request.request_class, request.queue_timeout_s) == ("c", 1.5)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ REQUESTS = [
     GenerateRequest(prompt="hi", sampling=EVERY_SAMPLING_FIELD),
     GenerateRequest(prompt="", sampling=SamplingParams(max_tokens=None)),
     GenerateRequest(prompt_token_ids=[1, 2, 2**40, -1], request_id="r", model="m", timeout_s=1.5),
-    GenerateRequest(prompt_token_ids=[], priority=-3, tenant="t"),
+    GenerateRequest(prompt_token_ids=[], priority=-3, tenant="t", request_class="c"),
+    GenerateRequest(prompt="x", queue_timeout_s=0.5),
     GenerateRequest(messages=[{"role": "system", "content": "x"}, {"role": "user", "content": ""}]),
     GenerateRequest(messages=[]),
 ]
@@ -130,10 +131,18 @@ def test_sampling_values_out_of_range_are_refused_by_name(name, value):
         read(message)
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
-def test_a_time_limit_that_is_not_positive_is_refused(timeout_s):
-    with pytest.raises(InvalidRequest, match="timeout_s"):
-        read(pb.GenerateRequest(prompt="x", timeout_s=timeout_s))
+@pytest.mark.parametrize("name", ["timeout_s", "queue_timeout_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_time_limit_that_is_not_positive_is_refused(name, value):
+    with pytest.raises(InvalidRequest, match=f"^{name}"):
+        read(pb.GenerateRequest(prompt="x", **{name: value}))
+
+
+def test_no_field_of_the_message_claims_an_identity():
+    fields = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
+    ours = set(GenerateRequest.__dataclass_fields__)
+    assert ours - fields == {"prompt_token_ids", "messages", "identity"}  # the first two: a oneof
+    assert read(write(GenerateRequest(prompt="x", identity="alice"))).identity == ""
 
 
 def test_a_request_without_input_is_refused():
