@@ -153,6 +153,7 @@ def test_O106_a_bad_line_becomes_an_error_record_and_the_good_ones_are_answered(
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": "\\ud83d"}', "not valid JSON"),
         ({"prompt": "a", "max_tokens": 4, "best": 1}, "'best'"),
+        ({"prompt": "a", "identity": "root"}, "'identity'"),
         ({"prompt": "a", "n": 2}, "n=2"),
         ({"prompt": "a", "n": True}, "n=True"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5"),

@@ -422,8 +422,10 @@ async def test_warm_up_requests_are_left_out_of_the_results():
             "--output_len=2",
             "--num_warmup=2",
             "--request_rate=500",
+            "--request_class=bulk",
         )
         results = await bench.run_load(values, bench.make_requests(values))
+        assert [r.request_class for r in served.engine.requests] == ["bulk"] * 5
         sent = [r.prompt_token_ids for r in served.engine.requests]
     assert len(sent) == 5
     assert not set(map(tuple, sent[:2])) & set(map(tuple, sent[2:]))  # no help from a prefix cache

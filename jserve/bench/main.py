@@ -6,6 +6,7 @@ Exit codes: 0 some request succeeded, 1 none did or the settings are no good, 13
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import sys
@@ -46,6 +47,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     number("vocab_size", 32000, "Synthetic token ids are below it.", lower_bound=1, **fv)
     real("temperature", 0.0, "Where the file says none.", **fv)
     switch("ignore_eos", True, "Where the file does not say.", **fv)
+    text("request_class", "", "Class of each request, with --backend=jserve.", **fv)
     number("concurrency", 0, "Closed loop of so many; a cap with --request_rate.", 0, **fv)
     real("request_rate", 0.0, "Open loop, per second; 0: closed, or all at once.", 0.0, **fv)
     real("burstiness", 1.0, "Gamma shape of the gaps: 1 Poisson, below 1 bursts.", **fv)
@@ -63,7 +65,7 @@ def make_requests(values: Any) -> list[GenerateRequest]:
         temperature=values.temperature, ignore_eos=values.ignore_eos
     )
     if values.dataset == "synthetic":
-        return workload.synthetic(
+        requests = workload.synthetic(
             values.num_requests or 32,
             workload.Lengths(values.input_len),
             output_len or workload.Lengths("128"),
@@ -71,12 +73,14 @@ def make_requests(values: Any) -> list[GenerateRequest]:
             defaults=defaults,
             seed=values.seed,
         )
-    if not values.dataset_path:
+    elif values.dataset_path:
+        requests = workload.load(
+            values.dataset, values.dataset_path, defaults, output_len=output_len, seed=values.seed
+        )
+        requests = workload.take(requests, values.num_requests, values.seed)
+    else:
         raise ConfigError(f"--dataset={values.dataset} needs --dataset_path")
-    requests = workload.load(
-        values.dataset, values.dataset_path, defaults, output_len=output_len, seed=values.seed
-    )
-    return workload.take(requests, values.num_requests, values.seed)
+    return [dataclasses.replace(r, request_class=values.request_class) for r in requests]
 
 
 def make_backend(values: Any) -> Backend:
