@@ -13,11 +13,10 @@ import numpy as np
 from scheduler.bucket import Bucket, choose_bucket
 from scheduler.config import SchedulerConfig
 from scheduler.page_pool import NULL_PAGE
+from scheduler.plan import NO_COPIES, StepPlan
 from scheduler.request import Request
-from scheduler.scheduler import PlanRow, StepPlan
 
 FROM_DEVICE = -1  # token id of a decode row whose input is last_tokens[slot] on the device
-NO_COPIES = np.zeros((0, 2), np.int32)
 
 
 class Field(NamedTuple):
@@ -83,70 +82,75 @@ class PackedBatch:
 
 
 class Packer:
-    """Packs plans. Keeps each slot's page table and sampling settings between steps, so that a
-    decode row costs a few scalar writes."""
+    """Packs plans. Keeps each slot's sampling settings between steps, so that decode rows are
+    gathered by a few array operations."""
 
     def __init__(self, config: SchedulerConfig, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._num_pages = config.num_pages
-        self._null_slot = config.max_num_seqs
+        self._page_size = config.page_size
         self._max_pages = config.max_pages_per_seq
-        rows = config.max_num_seqs + 1  # the last one is the null slot's: padding
-        self._page_table = np.full((rows, self._max_pages), NULL_PAGE, np.int32)
-        self._num_pages_known = [0] * rows
-        self._owner: list[Request | None] = [None] * rows
-        self._owner_preemptions = [0] * rows
+        self._null_slot = slots = config.max_num_seqs  # where padding rows keep their token
+        self._num_logprobs = np.full(slots, -1, np.int32)
         self._settings: dict[str, np.ndarray] = {
-            "temperature": np.zeros(rows, np.float32),
-            "top_k": np.zeros(rows, np.int32),
-            "top_p": np.ones(rows, np.float32),
-            "min_p": np.zeros(rows, np.float32),
-            "seeds": np.zeros(rows, np.uint32),
+            "temperature": np.zeros(slots, np.float32),
+            "top_k": np.zeros(slots, np.int32),
+            "top_p": np.ones(slots, np.float32),
+            "min_p": np.zeros(slots, np.float32),
+            "seeds": np.zeros(slots, np.uint32),
         }
 
     def pack(self, plan: StepPlan) -> PackedBatch:
-        """Returns the batch of a plan with at least one row."""
-        rows = plan.rows
-        bucket = choose_bucket(self.buckets, plan.num_tokens, len(rows))
+        """Returns the batch of a plan with at least one row, before the next plan is made."""
+        count = len(plan.requests)
+        bucket = choose_bucket(self.buckets, plan.num_tokens, count)
         buffer = np.zeros(batch_words(bucket, self._max_pages), np.int32)
         batch = views(buffer, bucket, self._max_pages)
-        self._pack_rows(batch, rows)
-        self._pack_tokens(batch, rows)
-        wants_logprobs = any(r.samples and r.request.sampling.num_logprobs >= 0 for r in rows)
-        self._pack_wants(batch, len(rows), wants_logprobs)
-        return PackedBatch(bucket, buffer, plan.num_tokens, len(rows), wants_logprobs)
+        for row in range(plan.num_decodes, count):  # every request begins with such a row
+            self._remember_settings(plan.requests[row], int(plan.slots[row]))
+        self._pack_rows(batch, plan, count)
+        self._pack_tokens(batch, plan, count)
+        wants_logprobs = bool((self._num_logprobs[plan.slots[plan.samples]] >= 0).any())
+        self._pack_wants(batch, count, wants_logprobs)
+        return PackedBatch(
+            bucket,
+            buffer,
+            plan.num_tokens,
+            count,
+            wants_logprobs,
+            plan.copies_out,
+            plan.copies_in,
+        )
 
-    def _pack_rows(self, batch: dict[str, np.ndarray], rows: list[PlanRow]) -> None:
-        count = len(rows)
-        for row in rows:
-            self._refresh_slot(row.request)
-        slots = np.array([row.request.slot for row in rows], np.intp)
-        ends = np.array([row.start + row.num_tokens for row in rows], np.int32)
-        samples = np.array([row.samples for row in rows])
+    def _pack_rows(self, batch: dict[str, np.ndarray], plan: StepPlan, count: int) -> None:
+        slots, ends = plan.slots, plan.starts + plan.counts
+        # An out-of-range page does not fail on a device, it corrupts: check those written.
+        for written in (plan.starts, ends - 1):
+            pages = plan.page_table[slots, written // self._page_size]
+            assert ((pages > NULL_PAGE) & (pages < self._num_pages)).all(), f"{pages=}"
         batch["kv_lens"][:count] = ends
         batch["sample_positions"][:count] = ends
-        batch["page_indices"][:count] = self._page_table[slots]
+        batch["page_indices"][:count] = plan.page_table[slots]
         batch["slots"][:] = self._null_slot
-        batch["slots"][:count] = np.where(samples, slots, self._null_slot)
+        batch["slots"][:count] = np.where(plan.samples, slots, self._null_slot)
         for name, of_slot in self._settings.items():
             batch[name][:count] = of_slot[slots]
 
-    def _pack_tokens(self, batch: dict[str, np.ndarray], rows: list[PlanRow]) -> None:
+    def _pack_tokens(self, batch: dict[str, np.ndarray], plan: StepPlan, count: int) -> None:
         token_ids, positions = batch["token_ids"], batch["positions"]
+        end = plan.num_decodes
+        token_ids[:end] = FROM_DEVICE
+        positions[:end] = plan.starts[:end]
+        for row in range(end, count):
+            start, num = int(plan.starts[row]), int(plan.counts[row])
+            token_ids[end : end + num] = plan.requests[row].ids_between(start, start + num)
+            positions[end : end + num] = np.arange(start, start + num)
+            end += num
         cu_q_lens = batch["cu_q_lens"]
-        end = num_decodes = 0
-        for index, (request, start, count, _, reads_last_token) in enumerate(rows):
-            if count == 1:  # most rows of most steps
-                token_ids[end] = FROM_DEVICE if reads_last_token else request.token_ids[start]
-                positions[end] = start
-                num_decodes += 1
-            else:
-                token_ids[end : end + count] = request.token_ids[start : start + count]
-                positions[end : end + count] = np.arange(start, start + count)
-            end += count
-            cu_q_lens[index + 1] = end
-        cu_q_lens[len(rows) + 1 :] = end
-        batch["distribution"][:] = (num_decodes, len(rows), len(rows))
+        np.cumsum(plan.counts, out=cu_q_lens[1 : count + 1])
+        cu_q_lens[count + 1 :] = end
+        num_single = count if end == count else int((plan.counts == 1).sum())
+        batch["distribution"][:] = (num_single, count, count)
 
     def _pack_wants(self, batch: dict[str, np.ndarray], count: int, logprobs: bool) -> None:
         random = batch["temperature"][:count] > 0
@@ -157,24 +161,8 @@ class Packer:
         )
         batch["wants"][:] = (random.any(), truncates.any(), logprobs)
 
-    def _refresh_slot(self, request: Request) -> None:
-        """Brings a slot's page table and settings up to date with the request that has it."""
-        slot, pages = request.slot, request.page_ids
-        is_new = (
-            self._owner[slot] is not request
-            or self._owner_preemptions[slot] != request.num_preemptions
-        )
-        known = 0 if is_new else self._num_pages_known[slot]
-        if is_new:
-            self._owner[slot] = request
-            self._owner_preemptions[slot] = request.num_preemptions
-            self._page_table[slot] = NULL_PAGE
-            for name in self._settings:
-                source = "seed" if name == "seeds" else name
-                self._settings[name][slot] = getattr(request.sampling, source)
-        if len(pages) > known:
-            # An out-of-range page does not fail on a device, it corrupts: check it here.
-            fresh = pages[known:]
-            assert all(NULL_PAGE < page < self._num_pages for page in fresh), f"{fresh=}"
-            self._page_table[slot, known : len(pages)] = fresh
-            self._num_pages_known[slot] = len(pages)
+    def _remember_settings(self, request: Request, slot: int) -> None:
+        sampling = request.sampling
+        self._num_logprobs[slot] = sampling.num_logprobs
+        for name, of_slot in self._settings.items():
+            of_slot[slot] = getattr(sampling, "seed" if name == "seeds" else name)

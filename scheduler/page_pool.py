@@ -1,58 +1,44 @@
-"""Hands out KV pages and counts who uses them. Knows ids and counts: not tokens, not arrays."""
+"""Hands out pages of memory and takes them back. Knows ids only: not tokens, not who holds what."""
 
 from __future__ import annotations
+
+import numpy as np
 
 NULL_PAGE = 0  # padding writes land here; never handed out, never read
 
 
 class PagePool:
-    """A free list with reference counts over pages 1 .. num_pages - 1."""
+    """A stack of free pages out of `first` .. num_pages - 1; each is free or has one holder."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, first: int = NULL_PAGE + 1) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low ids first
-        self._ref_counts = [0] * num_pages
+        self.num_usable = num_pages - first  # all pages that can be handed out
+        self.num_free = self.num_usable
+        self._first = first
+        self._stack = np.arange(first, num_pages, dtype=np.int32)[::-1].copy()  # low ids on top
+        self._is_free = np.arange(num_pages) >= first
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_usable(self) -> int:
-        """All pages that can be handed out: the capacity."""
-        return self.num_pages - 1
-
-    def ref_count(self, page: int) -> int:
-        return self._ref_counts[page]
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` pages, each with one reference, or None when fewer are free."""
-        if count > len(self._free):
+    def allocate(self, count: int) -> np.ndarray | None:
+        """Returns `count` pages i32[count], or None when fewer are free."""
+        left = self.num_free - count
+        if left < 0:
             return None
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._ref_counts[page] = 1
+        pages: np.ndarray = self._stack[left : self.num_free].copy()
+        self._is_free[pages] = False
+        self.num_free = left
         return pages
 
-    def retain(self, page: int) -> None:
-        """Adds a reference to a page that has one already."""
-        assert self._ref_counts[page] > 0, f"retain of free page {page}"
-        self._ref_counts[page] += 1
+    def free(self, pages: np.ndarray) -> None:
+        """Takes back pages i32[n] that were handed out."""
+        assert not self._is_free[pages].any(), f"a free page is given back: {pages}"
+        end = self.num_free + len(pages)
+        self._stack[self.num_free : end] = pages[::-1]
+        self._is_free[pages] = True
+        self.num_free = end
 
-    def release(self, page: int) -> int:
-        """Drops one reference and returns how many are left; at 0 the page is free."""
-        count = self._ref_counts[page] - 1
-        assert count >= 0, f"release of free page {page}"
-        self._ref_counts[page] = count
-        if count == 0:
-            self._free.append(page)
-        return count
-
-    def check_integrity(self) -> None:
-        """Asserts that each page is either free or referenced, exactly once on the free list."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is on the free list twice"
-        assert NULL_PAGE not in free, "the null page is on the free list"
-        for page in range(1, self.num_pages):
-            count = self._ref_counts[page]
-            assert (count == 0) == (page in free), f"page {page}: {count} references, free list"
+    def check_integrity(self, held: np.ndarray) -> None:
+        """Asserts that `held` pages and free ones are all there are, each once."""
+        pages = np.concatenate([held, self._stack[: self.num_free]])
+        expected = np.arange(self._first, self.num_pages)
+        assert np.array_equal(np.sort(pages), expected), "a page is lost or has two holders"
+        assert int(self._is_free.sum()) == self.num_free, "free pages are miscounted"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,9 @@ class WaitingQueue:
     A preempted request keeps its arrival time, so it comes back ahead of what arrived after it.
     """
 
+    preempts = False  # a waiting request takes the place of a less urgent one that runs
+    counts_decodes = False  # wants to hear of every decode row, by `on_decoded`
+
     def __init__(self, settings: PolicySettings | None = None) -> None:
         self.settings = settings or PolicySettings()
         self._by_arrival = _Heap(_arrival)
@@ -97,6 +100,9 @@ class WaitingQueue:
         """Takes a request out; one that does not wait is ignored."""
         self._by_arrival.remove(request)
 
+    def oldest(self) -> Request | None:
+        return self._by_arrival.first()
+
     def first(self, now: float) -> Request | None:
         """Returns the request to admit next, without taking it."""
         oldest = self._by_arrival.first()
@@ -109,6 +115,9 @@ class WaitingQueue:
 
     def on_served(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Hears what a step computes for a request that runs."""
+
+    def on_decoded(self, requests: Sequence[Request], num_steps: int) -> None:
+        """Hears which requests get one more token of output in each of so many steps."""
 
     def on_finished(self, request: Request) -> None:
         """Hears that a request has ended."""
@@ -139,6 +148,8 @@ class _ByKey(WaitingQueue):
 class Priority(_ByKey):
     """The most urgent first, in order of arrival among equals."""
 
+    preempts = True
+
     def key(self, request: Request) -> tuple[int, float]:
         return request.priority, request.arrival_time
 
@@ -146,28 +157,32 @@ class Priority(_ByKey):
 class ShortestJob(_ByKey):
     """The least remaining work first.
 
-    How long an output will be is known from those of the same tenant that finished: their running
-    mean, and max_tokens until there is one.
+    How long an output will be is known from those of the same class, or where there is none of the
+    same tenant, that finished: their running mean, and max_tokens until there is one.
     """
 
     MEMORY = 0.1  # how much of the mean is the newest output
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
-        self._mean_output: dict[str, float] = {}
+        self._mean_output: dict[tuple[str, str], float] = {}
 
     def key(self, request: Request) -> tuple[float, float]:
         most = request.sampling.max_tokens
-        output = min(self._mean_output.get(request.tenant, most), most)
+        output = min(self._mean_output.get(self._kind(request), most), most)
         left = max(output - request.num_output_tokens, 1)
-        return left + len(request.token_ids) / PREFILL_TOKENS_PER_DECODE, request.arrival_time
+        return left + request.num_tokens / PREFILL_TOKENS_PER_DECODE, request.arrival_time
 
     def on_finished(self, request: Request) -> None:
         length = float(request.num_output_tokens)
-        mean = self._mean_output.pop(request.tenant, length)
+        kind = self._kind(request)
+        mean = self._mean_output.pop(kind, length)
         if len(self._mean_output) >= MAX_IDLE_TENANTS:  # the one that finished longest ago goes
             del self._mean_output[next(iter(self._mean_output))]
-        self._mean_output[request.tenant] = mean + self.MEMORY * (length - mean)
+        self._mean_output[kind] = mean + self.MEMORY * (length - mean)
+
+    def _kind(self, request: Request) -> tuple[str, str]:
+        return (request.request_class, "" if request.request_class else request.tenant)
 
 
 class FairShare(WaitingQueue):
@@ -177,6 +192,8 @@ class FairShare(WaitingQueue):
     than the least of those that wait: unused share is not saved up. Source: virtual token counters
     of Fairness in Serving Large Language Models (arXiv 2401.00588).
     """
+
+    counts_decodes = True
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
@@ -228,6 +245,10 @@ class FairShare(WaitingQueue):
         if len(self._served) > 2 * len(self._waiting) + MAX_IDLE_TENANTS:
             keep = {t: n for t, n in self._served.items() if t in self._waiting or n > self._floor}
             self._served = keep
+
+    def on_decoded(self, requests: Sequence[Request], num_steps: int) -> None:
+        for request in requests:
+            self.on_served(request, 0, num_steps)
 
     def on_served(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
         weight = self.settings.tenant_weights.get(request.tenant, 1.0)

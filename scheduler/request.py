@@ -3,9 +3,14 @@ devices, no clients."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+import numpy as np
+
+from scheduler.kv_events import CacheKeys, token_bytes
+from scheduler.prefix_cache import Node
 
 
 class RequestStatus(IntEnum):
@@ -13,7 +18,7 @@ class RequestStatus(IntEnum):
 
     WAITING = 0
     RUNNING = 1
-    PREEMPTED = 2  # waiting again, with all of its tokens to recompute
+    PREEMPTED = 2  # waiting again, its tokens to recompute or to swap in
     FINISHED = 3
 
 
@@ -43,10 +48,14 @@ class SamplingView:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request and all of its scheduling state. Times are seconds of one monotonic clock."""
+    """A request and what is kept of it wherever it is; what changes with each step is in Slots.
+
+    Times are seconds of one monotonic clock. The prompt may be any sequence of ids, an array too;
+    it is not copied.
+    """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingView
     priority: int = 0  # lower is served first
     tenant: str = ""
@@ -54,45 +63,58 @@ class Request:
     arrival_time: float = 0.0
     deadline: float | None = None  # absolute, on the same clock
     queue_deadline: float | None = None  # the same, for what has not started by then
-    cache_keys: tuple[tuple[str, Hashable], ...] = ()  # tagged: ("tenant", salt), ("adapter", id)
+    cache_keys: CacheKeys = ()  # tagged: ("tenant", salt), ("adapter", id)
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    token_ids: list[int] = field(default_factory=list)  # prompt, then what was generated
-    num_computed_tokens: int = 0  # tokens whose KV is in pages, steps in flight included
-    num_inflight_tokens: int = 0  # sampled by steps not collected yet; ids unknown to the host
-    page_ids: list[int] = field(default_factory=list)
-    page_digests: list[bytes] = field(default_factory=list)  # of the leading full pages
-    num_cached_pages: int = 0  # leading pages already offered to the prefix cache
+    output_token_ids: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0  # collected; of a simulation, brought up to date on leaving a slot
+    num_inflight_tokens: int = 0  # while preempted: sampled by steps not collected yet
     slot: int = -1
+    prefix: Node | None = None  # what it locks of the prefix cache
+    num_prefix_pages: int = 0  # its leading pages, which belong to the prefix cache
+    host_pages: np.ndarray | None = None  # where its pages were swapped out to, i32[n]
+    num_swapped_tokens: int = 0  # tokens whose KV they hold
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+    _prompt_bytes: bytes | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
-        """All tokens that exist, those in flight included."""
-        return len(self.token_ids) + self.num_inflight_tokens
+        """Tokens known to the host, plus those in flight of a preempted one."""
+        return len(self.prompt_token_ids) + self.num_output_tokens + self.num_inflight_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids that the host knows."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def ids_between(self, start: int, stop: int) -> Sequence[int]:
+        """Returns the ids of tokens [start, stop), which the host must know."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        ids = self.output_token_ids[max(start - num_prompt, 0) : stop - num_prompt]
+        return ids if start >= num_prompt else [*self.prompt_token_ids[start:], *ids]
+
+    def known_bytes(self) -> bytes:
+        """Returns all known ids in the form that the prefix cache compares."""
+        if self._prompt_bytes is None:
+            self._prompt_bytes = token_bytes(self.prompt_token_ids)
+        if not self.output_token_ids:
+            return self._prompt_bytes
+        return self._prompt_bytes + token_bytes(self.output_token_ids)
 
     @property
     def is_finished(self) -> bool:
         return self.status == RequestStatus.FINISHED
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]

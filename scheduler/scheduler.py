@@ -1,48 +1,28 @@
 """Decides, once per device step, which requests run and on which pages. Knows requests, pages and
-counts: not arrays, not text, not devices."""
+counts: not arrays on devices, not text."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import logging
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import numpy as np
+
+from scheduler.admission import Admission
+from scheduler.bucket import make_buckets
+from scheduler.budget import StepBudgeter
+from scheduler.composition import Composer
 from scheduler.config import SchedulerConfig
-from scheduler.page_pool import PagePool
-from scheduler.policy import POLICIES, PolicySettings
-from scheduler.prefix_cache import PrefixCache, page_digest, root_digest
+from scheduler.pages import RequestPages
+from scheduler.plan import NewToken, StepPlan
+from scheduler.preemption import Preemption
 from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.slots import Slots
+from scheduler.step_time import FittedStepTime, StepTime
 
-log = logging.getLogger(__name__)
-
-
-class PlanRow(NamedTuple):
-    """One request's place in a step: tokens [start, start + num_tokens) of its sequence."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool  # the row reaches the last token there is, so it yields the next one
-    reads_last_token: bool  # its input id is known to the device only: a step in flight samples it
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes. Rows of one token come first, then longer chunks."""
-
-    rows: list[PlanRow] = field(default_factory=list)
-    num_tokens: int = 0
-
-
-class NewToken(NamedTuple):
-    """One token that a step gave one request; `row` is its row in that step's plan."""
-
-    request: Request
-    token_id: int
-    row: int
+MAX_BACKOFF = 4  # a request preempted so often needs 2 ** MAX_BACKOFF times the usual spare pages
 
 
 class Scheduler:
@@ -50,28 +30,45 @@ class Scheduler:
 
     Steps may overlap: `schedule` may be called while earlier steps have not been passed to
     `update`. Devices run steps in order, so pages freed here may be handed out at once: whoever
-    gets them writes them in a later step than any write still in flight.
+    gets them writes them in a later step than any write still in flight. For the same reason a
+    page counts as computed once its step is planned.
+
+    Args:
+      step_time: predicts steps, and learns from those observed if it can; by default one that is
+        fitted while serving.
+      swap_page_s: seconds that copying one page to the host, or back, takes.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        step_time: StepTime | None = None,
+        swap_page_s: float = 0.0,
+    ) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages)
-        self.cache = PrefixCache(self.pool, config.enable_prefix_cache)
-        settings = PolicySettings(
-            config.max_starvation_s, config.tenant_weights, self._num_cached_tokens
-        )
-        self.waiting = POLICIES[config.policy](settings)
-        self.running: list[Request] = []  # in order of admission
-        self.num_preemptions = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.slots = Slots(config.max_num_seqs, config.max_pages_per_seq, config.page_size)
+        if step_time is None:
+            buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+            step_time = FittedStepTime(buckets)
+        self.step_time = step_time
+        self.budgeter = StepBudgeter(config, step_time)
+        self.preemption = Preemption(config, step_time, swap_page_s)
+        self.pages = RequestPages(config, self.slots, self.preemption)
+        self.pool, self.cache = self.pages.pool, self.pages.cache
+        self.waiting = Admission(config, self.pages)
+        self.running: dict[Request, None] = {}  # in order of admission
+        self.composer = Composer(config, self.slots, self.pages, self.waiting, self.budgeter)
+        self._priorities = Counter[int]()  # of those that run
+        self._in_flight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._sequence = itertools.count()
+        self.is_blocked = False  # until a running request moves on, no one else can start
 
     # ---- in and out -------------------------------------------------------------------------
 
     def why_too_large(self, num_tokens: int) -> str | None:
         """Returns why a request of `num_tokens` in all could never run, or None if it can."""
-        pages = self._pages_for(num_tokens)
+        pages = self.pages.pages_for(num_tokens)
         if pages <= self.pool.num_usable:
             return None
         capacity = self.pool.num_usable * self.config.page_size
@@ -83,36 +80,38 @@ class Scheduler:
         assert request.num_prompt_tokens > 0, f"request {request.request_id} has no prompt"
         assert not self.why_too_large(total), self.why_too_large(total)
         self.waiting.push(request)
-        if request.deadline is not None:
-            self._forget_finished_deadlines()
-            entry = (request.deadline, next(self._sequence), request)
-            heapq.heappush(self._deadlines, entry)
+        for deadline in (request.deadline, request.queue_deadline):
+            if deadline is not None:
+                self._forget_finished_deadlines()
+                heapq.heappush(self._deadlines, (deadline, next(self._sequence), request))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in any state and frees all it holds; a second call does nothing."""
         if request.is_finished:
             return
         if request.status == RequestStatus.RUNNING:
-            self._offer_full_pages(request)
             self._leave_device(request)
         else:
             self.waiting.remove(request)
+            self.preemption.drop(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self.waiting.on_finished(request)
+        self.waiting.queue.on_finished(request)
 
     def _forget_finished_deadlines(self) -> None:
         """Lets go of ended requests whose deadline is far, before they outnumber the live ones."""
-        if len(self._deadlines) > 2 * (len(self.running) + len(self.waiting)) + 16:
+        if len(self._deadlines) > 4 * (len(self.running) + len(self.waiting)) + 16:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
             heapq.heapify(self._deadlines)
 
     def expire(self, now: float) -> list[Request]:
-        """Ends and returns the requests whose deadline has passed."""
+        """Ends and returns the requests that are past their deadline, or past their queue deadline
+        without having started."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.is_finished:
+            time, _, request = heapq.heappop(self._deadlines)
+            is_late = time == request.deadline or request.first_scheduled_time is None
+            if is_late and not request.is_finished:
                 self.finish(request, FinishReason.DEADLINE)
                 expired.append(request)
         return expired
@@ -121,206 +120,240 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def next_wake_s(self, now: float) -> float | None:
+        """Returns the seconds after which a scheduler that planned nothing has to be asked again
+        though nothing happened meanwhile; None if never."""
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        oldest = self.waiting.queue.oldest()
+        if oldest is not None and self.config.batching == "dynamic":
+            times.append(oldest.arrival_time + self.config.batch_window_s)
+        return max(min(times) - now, 0.0) if times else None
+
     # ---- one step ---------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Plans the next step: decode rows, then chunks of running prompts, then new requests."""
-        planned: dict[Request, int] = {}  # tokens per request; a victim is taken out again
-        preemptions_before = self.num_preemptions
-        self._plan_decodes(planned)
-        budget = self.config.max_num_batched_tokens - len(planned)
-        for request in self.running:
-            if budget > 0 and request not in planned and self._wants_tokens(request):
-                budget -= self._plan_chunk(planned, request, budget)
-        if self.num_preemptions == preemptions_before:  # what was just freed is spoken for
-            while budget > 0:
-                admitted = self._admit_next(now)
-                if admitted is None:
-                    break
-                budget -= self._plan_chunk(planned, admitted, budget)
-        return self._commit(planned)
-
-    def _wants_tokens(self, request: Request) -> bool:
-        """False while all of its tokens are computed or it waits for its last one in flight."""
-        num_output = request.num_output_tokens + request.num_inflight_tokens
-        return request.num_uncomputed_tokens > 0 and num_output < request.sampling.max_tokens
-
-    def _plan_decodes(self, planned: dict[Request, int]) -> None:
-        for request in list(self.running):
-            is_decode = request.num_uncomputed_tokens == 1 and self._wants_tokens(request)
-            while is_decode and request.status == RequestStatus.RUNNING:
-                if self._ensure_pages(request, request.num_tokens):
-                    planned[request] = 1
-                    break
-                victim = self._choose_victim()
-                self._preempt(victim)
-                planned.pop(victim, None)
-
-    def _plan_chunk(self, planned: dict[Request, int], request: Request, budget: int) -> int:
-        """Plans the next piece of a prompt, whose pages it holds since its admission."""
-        count = min(request.num_uncomputed_tokens, self.config.prefill_chunk, budget)
-        planned[request] = count
-        return count
-
-    def _commit(self, planned: dict[Request, int]) -> StepPlan:
-        plan = StepPlan(num_tokens=sum(planned.values()))
-        for request, count in sorted(planned.items(), key=lambda item: item[1] > 1):
-            start = request.num_computed_tokens
-            samples = start + count == request.num_tokens
-            reads = start >= len(request.token_ids)
-            plan.rows.append(PlanRow(request, start, count, samples, reads))
-            request.num_computed_tokens = start + count
-            request.num_inflight_tokens += samples
-            of_prompt = count if start < request.num_prompt_tokens else 0
-            self.waiting.on_served(request, of_prompt, samples)
+        num_preemptions = self.num_preemptions
+        decodes = self._ensure_decode_pages()
+        limits = self.composer.limits(now, decodes)
+        chunks: dict[Request, int] = {}  # tokens of each prompt
+        budget = limits.prefill_tokens
+        budget = self.composer.plan_chunks(chunks, budget, self.composer.for_long(budget))
+        if self.num_preemptions == num_preemptions:  # what was just freed is spoken for
+            budget = self._admit(now, chunks, budget, limits.max_running)
+        if budget > 0 and self.waiting.long:  # nobody else wants it
+            self.composer.plan_chunks(chunks, budget, budget)
+        decodes = decodes[self.slots.is_decoding[decodes]]  # some gave way to urgent requests
+        if self.config.prefill_first and chunks:
+            room = self.config.max_num_batched_tokens - sum(chunks.values())
+            decodes = decodes if len(decodes) <= room else decodes[:0]
+        plan = self.composer.commit(decodes, chunks)
+        if plan.requests:
+            plan.copies_out, plan.copies_in = self.preemption.take_copies()
+            plan.predicted_s = self.step_time.predict(plan.shape)
+            self._in_flight.append(plan)
         return plan
 
-    def update(self, plan: StepPlan, token_ids: Sequence[int]) -> list[NewToken]:
-        """Takes in what a step sampled, row by row, and ends the requests that are complete.
+    def _ensure_decode_pages(self) -> np.ndarray:
+        """Returns the slots that decode, each with a page for its token; preempts if it must."""
+        while True:
+            rows = self.slots.decoding()
+            if self.pages.grow(rows):
+                return rows
+            self._preempt(self._choose_victim(), "no free page")
+
+    def update(self, plan: StepPlan, token_ids: Sequence[int] | None) -> list[NewToken]:
+        """Takes in what the oldest step in flight sampled, row by row, and ends the requests that
+        are complete. None stands for tokens that end no request and that nobody reads, as in a
+        simulation.
 
         Returns the tokens that count: not those of requests that ended while the step ran.
         """
+        if not plan.requests:
+            return []
+        assert plan is self._in_flight.popleft(), "steps are collected in order"
+        if token_ids is None:
+            self._update_counts(plan)
+            return []
         new_tokens = []
-        for row, (request, _, _, samples, _) in enumerate(plan.rows):
-            if not samples:
-                if not request.is_finished:
-                    self._offer_full_pages(request)
+        for row, (request, samples) in enumerate(plan.sampling()):
+            if not samples or request.status == RequestStatus.FINISHED:
                 continue
-            request.num_inflight_tokens -= 1
-            if request.is_finished:
-                continue
+            if request.status != RequestStatus.RUNNING:
+                request.num_inflight_tokens -= 1
             token_id = int(token_ids[row])
-            request.token_ids.append(token_id)
+            request.output_token_ids.append(token_id)
+            request.num_output_tokens += 1
             new_tokens.append(NewToken(request, token_id, row))
             if token_id in request.sampling.stop_token_ids:
                 self.finish(request, FinishReason.STOP)
             elif request.num_output_tokens >= request.sampling.max_tokens:
                 self.finish(request, FinishReason.LENGTH)
-            else:
-                self._offer_full_pages(request)
         return new_tokens
+
+    def _update_counts(self, plan: StepPlan) -> None:
+        if self.waiting.num_preempted:
+            for request, samples in plan.sampling():
+                if samples and request.status == RequestStatus.PREEMPTED:
+                    request.num_inflight_tokens -= 1
+                    request.num_output_tokens += 1
+        for request in plan.ending:
+            self.finish(request, FinishReason.LENGTH)
+
+    def on_step_time(self, plan: StepPlan, seconds: float) -> None:
+        """Learns how long a step took."""
+        self.budgeter.observe(plan.shape, seconds)
 
     # ---- admission and preemption -----------------------------------------------------------
 
-    def _admit_next(self, now: float) -> Request | None:
-        """Starts the first waiting request if a slot and pages for all of its tokens are free.
+    def _admit(self, now: float, chunks: dict[Request, int], budget: int, max_running: int) -> int:
+        """Starts waiting requests, and plans their first pieces; returns the budget left."""
+        self.is_blocked = False
+        in_groups = self.config.batching != "continuous"
+        if in_groups and not self._may_start_group(now):
+            return budget
+        for_long = self.composer.for_long(budget)
+        while budget > 0 or in_groups:
+            request = self._admit_next(now, chunks, max_running)
+            if request is None:
+                break
+            is_long = request in self.waiting.long
+            most = min(budget, for_long) if is_long else budget
+            count = self.composer.plan_chunk(chunks, request, most)
+            budget -= count
+            for_long -= count if is_long else 0
+        return budget
 
-        Taking all of a prompt's pages at once keeps two half-prefilled prompts from blocking each
-        other; one free page for each running request keeps a newcomer from preempting at once.
-        """
+    def _may_start_group(self, now: float) -> bool:
+        """A group starts when the one before it has ended; a dynamic one also waits to be full."""
+        if self.running or not self.waiting:
+            return False
+        if self.config.batching == "static" or len(self.waiting) >= self.config.max_num_seqs:
+            return True
+        oldest = self.waiting.queue.oldest()
+        return oldest is None or now - oldest.arrival_time >= self.config.batch_window_s
+
+    def _admit_next(
+        self, now: float, chunks: dict[Request, int], max_running: int
+    ) -> Request | None:
+        """Starts the first waiting request if there is room, or if less urgent ones can make it."""
+        most = min(max_running, self.config.max_num_seqs)
+        is_full = len(self.running) >= most
+        if is_full and not self._is_any_less_urgent(self.waiting.queue.first(now)):
+            self.is_blocked = True
+            return None
         request = self.waiting.first(now)
-        if request is None or not self._free_slots or request.num_inflight_tokens:
+        if request is None or request.num_inflight_tokens:
+            self.is_blocked = request is None
             return None
-        matched = self.cache.match(self._reusable_digests(request))
-        num_new = self._pages_for(request.num_tokens) - len(matched)
-        num_idle = sum(self.pool.ref_count(page) == 1 for page in matched)
-        if self.cache.num_available - num_idle - num_new < len(self.running):
-            return None
-        pages = self.cache.acquire(matched, num_new)
-        assert pages is not None, "the pages were counted just before"
-        self.waiting.remove(request)
-        self.running.append(request)
-        request.page_ids = pages
-        request.slot = self._free_slots.pop()
-        request.num_cached_pages = len(matched)
-        request.num_computed_tokens = len(matched) * self.config.page_size
+        while len(self.running) >= most or not self.pages.start(request, self._spare_for(request)):
+            victim = self._less_urgent_than(request, now)
+            if victim is None:
+                self.is_blocked = True
+                return None
+            self._preempt(victim, "a more urgent request")
+            chunks.pop(victim, None)
+        slot = request.slot
+        self.waiting.start(
+            request, int(self.slots.num_tokens[slot] - self.slots.num_computed[slot])
+        )
+        self.running[request] = None
+        self.composer.prefilling[request] = None
+        self._priorities[request.priority] += 1
+        request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            request.num_cached_tokens = request.num_computed_tokens
-        request.status = RequestStatus.RUNNING
+            request.num_cached_tokens = request.num_prefix_pages * self.config.page_size
         return request
 
-    def _reusable_digests(self, request: Request) -> list[bytes]:
-        """The full pages that may come from the cache: at least one token must be computed."""
-        if not self.cache.enabled:
-            return []
-        num_pages = (len(request.token_ids) - 1) // self.config.page_size
-        self._extend_digests(request, num_pages)
-        return request.page_digests[:num_pages]
+    def _spare_for(self, request: Request) -> int:
+        """The pages to leave free: one for each that runs, so that a newcomer does not preempt at
+        once, and the watermark; more for a request that was preempted, so that it does not come
+        back into the state that preempted it."""
+        if not self.running:
+            return 0
+        spare = len(self.running) + int(self.config.watermark * self.pool.num_usable)
+        return spare << min(request.num_preemptions, MAX_BACKOFF)
 
-    def _num_cached_tokens(self, request: Request) -> int:
-        """How many of a request's tokens the prefix cache would spare, were it admitted now."""
-        return len(self.cache.match(self._reusable_digests(request))) * self.config.page_size
+    def _is_any_less_urgent(self, request: Request | None) -> bool:
+        if request is None or not self.waiting.queue.preempts:
+            return False
+        return any(p > request.priority and n for p, n in self._priorities.items())
 
-    def _extend_digests(self, request: Request, num_pages: int) -> None:
-        digests, size = request.page_digests, self.config.page_size
-        for page in range(len(digests), num_pages):
-            parent = digests[-1] if digests else root_digest(request.cache_keys)
-            digests.append(page_digest(parent, request.token_ids[page * size : (page + 1) * size]))
-
-    def _offer_full_pages(self, request: Request) -> None:
-        """Enters the pages that are full, and whose ids are known, in the prefix cache."""
-        if not self.cache.enabled or request.status != RequestStatus.RUNNING:
-            return
-        num_known = min(request.num_computed_tokens, len(request.token_ids))
-        num_full = num_known // self.config.page_size
-        if num_full > request.num_cached_pages:
-            self._extend_digests(request, num_full)
-            for page in range(request.num_cached_pages, num_full):
-                self.cache.insert(request.page_digests[page], request.page_ids[page])
-            request.num_cached_pages = num_full
-
-    def _ensure_pages(self, request: Request, num_tokens: int) -> bool:
-        missing = self._pages_for(num_tokens) - len(request.page_ids)
-        if missing > 0:
-            pages = self.cache.acquire((), missing)
-            if pages is None:
-                return False
-            request.page_ids += pages
-        return True
+    def _less_urgent_than(self, request: Request, now: float) -> Request | None:
+        """The running request that has to make room for an urgent one, if that is enough. One that
+        has waited as long as any may is left alone."""
+        if not self._is_any_less_urgent(request):
+            return None
+        limit = self.config.max_starvation_s
+        victims = [
+            r
+            for r in self.running
+            if r.priority > request.priority and now - r.arrival_time < limit
+        ]
+        held = sum(int(self.slots.num_pages[r.slot]) for r in victims)
+        needed = self.pages.pages_for(request.num_tokens) + self._spare_for(request)
+        if not victims or held + self.cache.num_available < needed:
+            return None
+        return max(victims, key=self._readiness_to_give_way)
 
     def _choose_victim(self) -> Request:
         """The least urgent running request, and of those the one that loses the least work.
 
         The one with the most work is never chosen before the others, so it ends: no livelock.
         """
-        return max(
-            self.running,
-            key=lambda r: (r.priority, -r.num_computed_tokens, r.arrival_time),
-        )
+        return max(self.running, key=self._readiness_to_give_way)
 
-    def _preempt(self, request: Request) -> None:
+    def _readiness_to_give_way(self, request: Request) -> tuple[int, int, float]:
+        return request.priority, -int(self.slots.num_computed[request.slot]), request.arrival_time
+
+    def _preempt(self, request: Request, why: str) -> None:
         """Sends a running request back to the queue; all of its tokens will be recomputed, those
-        in flight included, except what the prefix cache still holds then."""
-        self._offer_full_pages(request)
-        self._leave_device(request)
+        in flight included, except what the prefix cache or the host's memory still holds then."""
+        num_computed = int(self.slots.num_computed[request.slot])
+        self.preemption.on_preempt(request, self.slots.pages(request), num_computed, why)
+        request.num_inflight_tokens = self._leave_device(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self.num_preemptions += 1
         self.waiting.push(request)
-        log.info(
-            "preempted %s after %d tokens: no free page", request.request_id, request.num_tokens
+
+    def _leave_device(self, request: Request) -> int:
+        """Takes a request off the device; returns how many of its tokens are in flight."""
+        num_tokens = int(self.slots.num_tokens[request.slot])
+        in_flight = sum(
+            bool(plan.samples[plan.requests.index(request)])
+            for plan in self._in_flight
+            if request in plan.requests
         )
-
-    def _leave_device(self, request: Request) -> None:
-        self.running.remove(request)
-        self.cache.release(request.page_ids)
-        self._free_slots.append(request.slot)
-        request.page_ids = []
-        request.slot = -1
-        request.num_computed_tokens = 0
-        request.num_cached_pages = 0
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.page_size)
+        request.num_output_tokens = num_tokens - request.num_prompt_tokens - in_flight
+        self.pages.leave(request)
+        del self.running[request]
+        self.composer.prefilling.pop(request, None)
+        self._priorities[request.priority] -= 1
+        self.waiting.stop(request)
+        return in_flight
 
     # ---- what others look at ----------------------------------------------------------------
 
     @property
+    def num_preemptions(self) -> int:
+        return self.preemption.counts.total()
+
+    @property
     def num_live_tokens(self) -> int:
         """Tokens of running requests whose KV is in pages."""
-        return sum(request.num_computed_tokens for request in self.running)
+        return int(self.slots.num_computed.sum())
 
     def check_integrity(self) -> None:
         """Asserts that pages, slots and request states agree."""
-        self.cache.check_integrity()
-        assert len(self._free_slots) + len(self.running) == self.config.max_num_seqs, "slots leak"
-        held: dict[int, int] = {}
-        for request in self.running:
+        self.pages.check_integrity()
+        owners = [owner for owner in self.slots.owners.tolist() if owner is not None]
+        assert set(owners) == set(self.running), "slots and running requests disagree"
+        assert len(owners) + self.slots.num_free == self.config.max_num_seqs, "slots leak"
+        assert sum(self._priorities.values()) == len(owners), "priorities are miscounted"
+        for request in owners:
             assert request.status == RequestStatus.RUNNING, f"{request.request_id} is not running"
-            for page in request.page_ids:
-                held[page] = held.get(page, 0) + 1
-        for page in range(1, self.pool.num_pages):
-            expected = held.get(page, 0) + self.cache.holds(page)
-            actual = self.pool.ref_count(page)
-            assert actual == expected, f"page {page}: {actual} references, {expected} users"
+        on_host = [r.host_pages for r in self.waiting if r.host_pages is not None]
+        assert self.preemption.num_host_pages_used == sum(map(len, on_host)), "host pages leak"
+        for request in self.waiting:
+            assert request.status != RequestStatus.RUNNING, f"{request.request_id} runs and waits"

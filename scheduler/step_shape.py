@@ -12,8 +12,8 @@ class StepShape(NamedTuple):
       num_rows: requests that have tokens in the step.
       decode_rows: those of them with one token.
       prefill_tokens: tokens of the others.
-      context_tokens: KV tokens that attention reads: each row's length, this step's tokens included.
-      attended_pairs: query-key pairs of the prefill chunks, which is what their attention computes.
+      context_tokens: KV tokens that attention reads: each row's length, this step's included.
+      attended_pairs: query-key pairs of the prefill chunks: what their attention computes.
     """
 
     num_rows: int

@@ -174,7 +174,7 @@ class Engine:
         plan = self.scheduler.schedule(self._clock())
         if self.scheduler.num_preemptions > preemptions:
             self.metrics.on_preemption(self.scheduler.num_preemptions - preemptions)
-        if not plan.rows:
+        if not plan.requests:
             return False
         scheduled = time.perf_counter()
         batch = self._packer.pack(plan)

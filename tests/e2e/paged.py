@@ -122,12 +122,12 @@ class PagedModel:
         in_flight: list[tuple] = []
         while scheduler.has_unfinished or in_flight:
             plan = scheduler.schedule(0.0)
-            if plan.rows:
+            if plan.requests:
                 batch = packer.pack(plan)
                 step = self._steps[batch.bucket]
                 self._state, out = step(self._params, self._state, batch.buffer)
                 in_flight.append((plan, out))
-            if in_flight and (len(in_flight) > 1 or not plan.rows):
+            if in_flight and (len(in_flight) > 1 or not plan.requests):
                 self._collect(scheduler, *in_flight.pop(0), found)
         scheduler.check_integrity()
         return [

@@ -166,7 +166,7 @@ def test_O47_a_full_pool_drops_no_prompt_in_the_middle_of_its_prefill():
     for _ in range(50):
         assert tokens_of(generate(engine, prompts, greedy(9))) == want
         assert_balanced(engine)
-        assert len(engine.scheduler._free_slots) == SLOTS
+        assert engine.scheduler.slots.num_free == SLOTS
 
 
 @pytest.mark.parametrize("cache", [True, False])

@@ -114,7 +114,7 @@ def test_padding_rows_write_nothing_but_the_null_page_and_slot(compiled):
     request = Request("alone", [9, 8, 7], SamplingView(1))
     scheduler.add(request)
     plan = scheduler.schedule(0.0)
-    pages = list(request.page_ids)
+    pages = scheduler.slots.pages(request).tolist()
     state, _ = steps[LARGE](params, state, packer.pack(plan).buffer)
     written = {int(p) for p in np.flatnonzero(np.abs(state.kv_pool).sum(axis=(0, 2, 3, 4)))}
     assert written <= {0, *pages}

@@ -128,7 +128,7 @@ def test_sjf_puts_the_least_remaining_work_first():
 def test_sjf_learns_how_long_the_outputs_of_a_tenant_are():
     queue = ShortestJob()
     ended = request("x", 0.0, output=1000, tenant="brief")
-    ended.token_ids += [7] * 4
+    ended.num_output_tokens = 4
     queue.on_finished(ended)
     brief = request("b", 2.0, output=1000, tenant="brief")
     other = request("o", 1.0, output=100)

@@ -114,7 +114,7 @@ def test_O40_a_prompt_gets_all_of_its_pages_at_once_or_none():
     s = make(num_pages=1 + 12, prefill_chunk=PAGE, max_num_batched_tokens=8)
     a, b = add(s, "a", 8 * PAGE, 1), add(s, "b", 8 * PAGE, 1)
     turn(s)
-    assert (len(a.page_ids), len(b.page_ids)) == (8, 0)
+    assert (len(s.slots.pages(a)), b.slot) == (8, -1)
     for _ in range(20):
         turn(s)
     assert a.is_finished
@@ -136,7 +136,7 @@ def test_when_the_pool_is_dry_the_request_that_loses_the_least_work_gives_way():
     plan = run_dry(s)
     assert (big.status, small.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
     assert small not in [row.request for row in plan.rows]
-    assert (small.page_ids, small.slot, small.num_computed_tokens) == ([], -1, 0)
+    assert (small.slot, small.prefix) == (-1, None)
 
 
 def test_the_least_urgent_request_gives_way_before_the_one_with_the_least_work():

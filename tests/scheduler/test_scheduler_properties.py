@@ -83,11 +83,11 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.schedule(now=0.0)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
-        lengths = [row.num_tokens for row in plan.rows]
+        lengths = plan.counts.tolist()
         assert lengths == sorted(lengths, key=lambda n: n > 1), "decode rows come first"
-        if plan.rows:
+        if plan.requests:
             self.in_flight.append((plan, self.runner.run(self.packer.pack(plan))))
-        if len(self.in_flight) > self.depth or not plan.rows:
+        if len(self.in_flight) > self.depth or not plan.requests:
             self.collect()
 
     @rule(index=st.integers(0, 50))
@@ -100,7 +100,7 @@ class Traffic(RuleBasedStateMachine):
         if not self.in_flight:
             return
         plan, tokens = self.in_flight.popleft()
-        for request, token, _ in self.scheduler.update(plan, tokens):
+        for request, token, _ in self.scheduler.update(plan, tokens.tolist()):
             self.seen[request].append(token)
             if request.is_finished:
                 self.live.remove(request)

@@ -1,0 +1,173 @@
+"""Who may start, and in which order: bounds of the queue, caps of classes, the gate for long
+prompts, and prompts that are better served after another one. Knows requests, not pages.
+
+What the policy puts first but may not start now is set aside under what blocks it, its lane, so
+that others pass; it returns to the queue when the lane has room. So a step's cost does not depend
+on how many wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+
+from scheduler.config import RequestClass, SchedulerConfig
+from scheduler.pages import RequestPages
+from scheduler.policy import POLICIES, PolicySettings, Priority, WaitingQueue
+from scheduler.request import Request, RequestStatus
+
+MAX_PASSED = 64  # requests set aside, or taken back, per call
+
+Lane = tuple[str, Hashable]
+
+
+class Admission:
+    """The waiting requests."""
+
+    def __init__(self, config: SchedulerConfig, pages: RequestPages) -> None:
+        self.config = config
+        self.num_tokens = 0  # prompt tokens that wait, those of preempted requests included
+        self.num_preempted = 0
+        self.running_of = Counter[str]()  # running requests by class
+        self.long: set[Request] = set()  # long prompts in prefill
+        self._pages = pages
+        self._classes = {c.name: c for c in config.classes}
+        self._settings = PolicySettings(
+            config.max_starvation_s, config.tenant_weights, pages.num_cached_tokens
+        )
+        self.queue: WaitingQueue = POLICIES[config.policy](self._settings)
+        self._aside: dict[Lane, WaitingQueue] = {}  # by priority, whatever the policy
+        self._lane_of: dict[Request, Lane] = {}
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._lane_of)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.queue
+        yield from self._lane_of
+
+    def class_of(self, request: Request) -> RequestClass | None:
+        return self._classes.get(request.request_class)
+
+    def why_full(self, num_tokens: int) -> str | None:
+        """Returns why a prompt of `num_tokens` finds no room in the queue, or None. Preempted
+        requests neither count nor are refused."""
+        config = self.config
+        num_requests = len(self) - self.num_preempted
+        if config.max_queued_requests and num_requests >= config.max_queued_requests:
+            return f"{num_requests} requests wait, the limit"
+        if config.max_queued_tokens and self.num_tokens + num_tokens > config.max_queued_tokens:
+            return (
+                f"{self.num_tokens} prompt tokens wait; {num_tokens} more exceed the limit of "
+                f"{config.max_queued_tokens}"
+            )
+        return None
+
+    def push(self, request: Request) -> None:
+        self.num_tokens += request.num_prompt_tokens
+        self.num_preempted += request.status == RequestStatus.PREEMPTED
+        self.queue.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request that waits."""
+        self.num_tokens -= request.num_prompt_tokens
+        self.num_preempted -= request.status == RequestStatus.PREEMPTED
+        lane = self._lane_of.pop(request, None)
+        if lane is None:
+            self.queue.remove(request)
+            return
+        self._aside[lane].remove(request)
+        if not self._aside[lane]:
+            del self._aside[lane]
+
+    def start(self, request: Request, num_left: int) -> None:
+        """Takes out a request that starts to run, with `num_left` tokens to compute."""
+        if 0 < self.config.long_prompt_tokens < num_left:
+            self.long.add(request)
+        self.remove(request)
+        self.running_of[request.request_class] += 1
+
+    def stop(self, request: Request) -> None:
+        """Hears that a request runs no more."""
+        self.running_of[request.request_class] -= 1
+        self.long.discard(request)
+
+    def first(self, now: float) -> Request | None:
+        """Returns the request to admit next, without taking it out."""
+        self._take_back(now)
+        for _ in range(MAX_PASSED):
+            request = self.queue.first(now)
+            if request is None:
+                return None
+            lane = self._lane_that_blocks(request)
+            if lane is None:
+                return request
+            self.queue.remove(request)
+            if lane not in self._aside:
+                self._aside[lane] = Priority(self._settings)
+            self._aside[lane].push(request)
+            self._lane_of[request] = lane
+        return None
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether a request that waits has a long prompt left to compute."""
+        limit = self.config.long_prompt_tokens
+        if not limit or request.num_tokens <= limit:
+            return False
+        spared = max(request.num_swapped_tokens, self._pages.num_cached_tokens(request))
+        return request.num_tokens - spared > limit
+
+    # ---- targets ----------------------------------------------------------------------------
+
+    def strictest_itl_slo_s(self) -> float:
+        """The shortest target for the time between tokens among those that run; 0: none."""
+        targets = [self.config.itl_slo_s]
+        targets += [c.itl_slo_s for c in self.config.classes if self.running_of[c.name]]
+        return min(filter(None, targets), default=0.0)
+
+    def ttft_slack_s(self, now: float, prefilling: Iterable[Request]) -> float:
+        """Seconds until the first of the prompts that are computed, or of the oldest that waits,
+        misses its target for the first token; inf without targets."""
+        oldest = self.queue.oldest()
+        slack = math.inf
+        for request in [*prefilling, *([oldest] if oldest else [])]:
+            kind = self.class_of(request)
+            target = (kind.ttft_slo_s if kind else 0.0) or self.config.ttft_slo_s
+            if target and not request.num_output_tokens:
+                slack = min(slack, request.arrival_time + target - now)
+        return slack
+
+    # ---- lanes ------------------------------------------------------------------------------
+
+    def _lane_that_blocks(self, request: Request) -> Lane | None:
+        kind = self.class_of(request)
+        if kind is not None and self._room(("class", kind.name)) <= 0:
+            return ("class", kind.name)
+        if self._is_long(request) and self._room(("long", None)) <= 0:
+            return ("long", None)
+        page = self._pages.page_in_work(request)
+        return None if page is None else ("prefix", page)
+
+    def _room(self, lane: Lane) -> int:
+        """How many requests of a lane may start now."""
+        kind, name = lane
+        if kind == "class":
+            cap = self._classes[str(name)].max_num_seqs or self.config.max_num_seqs
+            return cap - self.running_of[str(name)]
+        if kind == "long":
+            return self.config.max_long_prompts - len(self.long)
+        return 0 if name in self._pages.in_work else MAX_PASSED
+
+    def _take_back(self, now: float) -> None:
+        """Puts back into the queue as many of each lane as the lane has room for."""
+        for lane in list(self._aside):
+            aside = self._aside[lane]
+            for _ in range(min(self._room(lane), len(aside), MAX_PASSED)):
+                request = aside.first(now)
+                assert request is not None, "a lane that is not empty has a first request"
+                aside.remove(request)
+                del self._lane_of[request]
+                self.queue.push(request)
+            if not aside:
+                del self._aside[lane]
