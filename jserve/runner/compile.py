@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jserve.runner.mesh import replicated
 from jserve.runner.step import StepOptions, StepState, make_step
+from jserve.runner.swap import COPY_PAGES, page_sharding, put_pages, take_pages
 from scheduler.bucket import Bucket
 from scheduler.packer import batch_words
 
@@ -96,6 +98,29 @@ def trace_step(
         out_shardings=(jax.tree.map(lambda array: array.sharding, state), whole),
     )
     return step.trace(params, state, jax.ShapeDtypeStruct((words,), jnp.int32, sharding=whole))
+
+
+def compile_page_copies(
+    mesh: Mesh, kv_pool: jax.Array
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    """Returns swap.take_pages and swap.put_pages for one pool, which the second has donated."""
+    begin = time.perf_counter()
+    take, put = (x.lower().compile() for x in trace_page_copies(mesh, _abstract(kv_pool)))
+    log.info("page copies compiled in %.2f s", time.perf_counter() - begin)
+    return take, put
+
+
+def trace_page_copies(mesh: Mesh, kv_pool: Any) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+    """Returns swap.take_pages and swap.put_pages, ready to be lowered; see `trace_step`."""
+    whole, split = replicated(mesh), page_sharding(mesh)
+    L, _, *rest = kv_pool.shape
+    page_ids = jax.ShapeDtypeStruct((COPY_PAGES,), jnp.int32, sharding=whole)
+    page = jax.ShapeDtypeStruct((L, *rest), kv_pool.dtype, sharding=split)
+    put = jax.jit(put_pages, donate_argnums=0, out_shardings=(kv_pool.sharding, whole))
+    return (
+        jax.jit(take_pages, out_shardings=split).trace(kv_pool, page_ids),
+        put.trace(kv_pool, (page,) * COPY_PAGES, page_ids),
+    )
 
 
 def give_back_memory() -> None:

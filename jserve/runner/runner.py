@@ -9,6 +9,7 @@ import numpy as np
 
 from jserve.runner.sampling import Sampled
 from jserve.runner.step import StepState
+from jserve.runner.swap import SwapSpace
 from scheduler.bucket import Bucket
 from scheduler.packer import PackedBatch
 
@@ -39,13 +40,23 @@ class Runner:
     """Owns the weights, the device state and the compiled steps of one engine."""
 
     def __init__(
-        self, params: Any, state: StepState, steps: dict[Bucket, jax.stages.Compiled]
+        self,
+        params: Any,
+        state: StepState,
+        steps: dict[Bucket, jax.stages.Compiled],
+        swap: SwapSpace | None = None,
     ) -> None:
         self._params = params
         self._state = state
         self._steps = steps
+        self._swap = swap
 
     def dispatch(self, batch: PackedBatch) -> StepHandle:
-        """Starts the step of `batch` behind those before it, and returns at once."""
+        """Starts the page copies and the step of `batch` behind those before, and returns at once;
+        only many copies wait, as swap.py says."""
+        if len(batch.copies_out) or len(batch.copies_in):
+            assert self._swap is not None, "pages cannot move without a swap space"
+            kv_pool = self._swap.move(self._state.kv_pool, batch.copies_out, batch.copies_in)
+            self._state = self._state._replace(kv_pool=kv_pool)
         self._state, sampled = self._steps[batch.bucket](self._params, self._state, batch.buffer)
         return StepHandle(sampled, batch.wants_logprobs)
