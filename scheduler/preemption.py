@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,15 +28,17 @@ class Preemption:
     Attributes:
       counts: preemptions by cause.
       num_swapped_out, num_swapped_in: pages copied so far.
+      listener: told of each preemption and its cause.
     """
 
     def __init__(self, config: SchedulerConfig, step_time: StepTime, swap_page_s: float) -> None:
         self.host = PagePool(config.num_host_pages, first=0)
         self.counts = Counter[str]()
         self.num_swapped_out = self.num_swapped_in = 0
+        self.listener: Callable[[Request, str], None] | None = None
         self._config = config
         self._step_time = step_time
-        self._swap_page_s = swap_page_s
+        self.swap_page_s = swap_page_s
         self._out: list[np.ndarray] = []
         self._in: list[np.ndarray] = []
         self._given_back: list[np.ndarray] = []  # still read or written by copies not handed over
@@ -43,6 +46,8 @@ class Preemption:
     def on_preempt(self, request: Request, pages: np.ndarray, num_computed: int, why: str) -> None:
         """Counts and logs a preemption, and keeps the pages of what is computed if that pays."""
         self.counts[why] += 1
+        if self.listener:
+            self.listener(request, why)
         pages = pages[: -(-num_computed // self._config.page_size)]
         how = "swap" if self._keep(request, pages, num_computed) else "recompute"
         log.info(
@@ -56,7 +61,7 @@ class Preemption:
     def _keep(self, request: Request, pages: np.ndarray, num_computed: int) -> bool:
         if not 0 < len(pages) <= self.host.num_free:
             return False
-        if 2 * len(pages) * self._swap_page_s >= self._recompute_s(num_computed):
+        if 2 * len(pages) * self.swap_page_s >= self._recompute_s(num_computed):
             return False
         host_pages = self.host.allocate(len(pages))
         assert host_pages is not None, "the host pages were counted just before"
