@@ -36,6 +36,8 @@ class Composer:
         self._slots = slots
         self._pages = pages
         self._waiting = waiting
+        self._ones = np.ones(config.max_num_seqs, np.int32)
+        self._trues = np.ones(config.max_num_seqs, bool)
 
     def limits(self, now: float, decodes: np.ndarray) -> StepBudget:
         """How many prompt tokens the step may have, and how many requests may run."""
@@ -85,7 +87,8 @@ class Composer:
         requests = slots.owners[decodes].tolist()
         if self._waiting.queue.counts_decodes:
             self._waiting.queue.on_decoded(requests, 1)
-        rows, counts, samples = decodes, np.ones(len(decodes), int), np.ones(len(decodes), bool)
+        num_decodes = len(decodes)
+        rows, counts, samples = decodes, self._ones[:num_decodes], self._trues[:num_decodes]
         prefill_tokens = pairs = 0
         if chunks:
             ordered = sorted(chunks.items(), key=lambda item: item[1] > 1)
@@ -96,11 +99,12 @@ class Composer:
                 if count > 1:
                     prefill_tokens += count
                     pairs += count * start + count * (count + 1) // 2
-            rows = np.append(rows, chunk_slots)
-            starts = np.append(starts, chunk_starts)
-            counts = np.append(counts, [count for _, count in ordered])
-            samples = np.append(samples, [self._commit_chunk(*item, ending) for item in ordered])
-        num_tokens = int(counts.sum())
+            rows = np.concatenate([rows, chunk_slots])
+            starts = np.concatenate([starts, chunk_starts])
+            counts = np.concatenate([counts, [count for _, count in ordered]])
+            of_chunks = [self._commit_chunk(*item, ending) for item in ordered]
+            samples = np.concatenate([samples, of_chunks])
+        num_tokens = num_decodes + sum(chunks.values())
         shape = StepShape(
             num_rows=len(requests),
             decode_rows=num_tokens - prefill_tokens,
@@ -109,7 +113,7 @@ class Composer:
             attended_pairs=pairs,
         )
         return StepPlan(
-            requests, rows, starts, counts, samples, len(decodes), slots.page_table, shape, ending
+            requests, rows, starts, counts, samples, num_decodes, slots.page_table, shape, ending
         )
 
     def _commit_chunk(self, request: Request, count: int, ending: list[Request]) -> bool:

@@ -42,21 +42,16 @@ class RequestPages:
         Taking all of a prompt's pages at once keeps two half-prefilled prompts from blocking each
         other.
         """
-        shared = np.zeros(0, np.int32)
-        node = None
-        if self.cache.enabled:
-            tokens = request.known_bytes()
-            node, shared = self.cache.acquire(
-                request.cache_keys, tokens, self._most_shared(request, tokens)
-            )
-        num_new = self.pages_for(request.num_tokens) - len(shared)
-        fresh = None
-        if self.cache.num_available - num_new >= spare:
-            fresh = self.cache.allocate(num_new)
-        if fresh is None:
-            if node is not None:
-                self.cache.release(node)
+        num_cached, num_idle = self._cached_pages(request)
+        num_new = self.pages_for(request.num_tokens) - num_cached
+        if self.cache.num_available - num_idle - num_new < spare:
             return False
+        node, shared = None, np.zeros(0, np.int32)
+        if self.cache.enabled:  # locked before anything is evicted for the rest
+            tokens = request.known_bytes()
+            node, shared = self.cache.acquire(request.cache_keys, tokens, num_cached)
+        fresh = self.cache.allocate(num_new)
+        assert fresh is not None, "the pages were counted just before"
         pages = np.concatenate([shared, fresh])
         num_computed = self._preemption.bring_back(request, pages, len(shared))
         self._slots.take(request, num_computed, pages)
@@ -107,13 +102,13 @@ class RequestPages:
 
     def num_cached_tokens(self, request: Request) -> int:
         """How many of a request's tokens the prefix cache would spare, were it started now."""
-        return self._num_cached_pages(request) * self._page_size
+        return self._cached_pages(request)[0] * self._page_size
 
     def page_in_work(self, request: Request) -> Hashable | None:
         """Names the page that a waiting request lacks first, if a running one will compute it."""
         if not self.in_work:
             return None
-        num_cached = self._num_cached_pages(request)
+        num_cached, _ = self._cached_pages(request)
         tokens = request.known_bytes()
         if num_cached >= self._most_shared(request, tokens):
             return None
@@ -140,9 +135,10 @@ class RequestPages:
         end = (page + 1) * self._page_size * BYTES_PER_TOKEN
         return hash((request.cache_keys, tokens[:end]))  # two of one name: one waits in vain
 
-    def _num_cached_pages(self, request: Request) -> int:
+    def _cached_pages(self, request: Request) -> tuple[int, int]:
+        """How many of a request's pages are cached, and how many of those are evictable."""
         if not self.cache.enabled:
-            return 0
+            return 0, 0
         tokens = request.known_bytes()
         return self.cache.match(request.cache_keys, tokens, self._most_shared(request, tokens))
 

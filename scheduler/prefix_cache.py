@@ -84,10 +84,20 @@ class PrefixCache:
             self._evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
-    def match(self, keys: CacheKeys, tokens: bytes, most: int) -> int:
-        """Returns how many of the first `most` pages of `tokens` are cached. Changes nothing."""
+    def match(self, keys: CacheKeys, tokens: bytes, most: int) -> tuple[int, int]:
+        """Returns how many of the first `most` pages of `tokens` are cached, and how many of those
+        are evictable. Changes nothing."""
         root = self._roots.get(keys)
-        return self._walk(root, tokens, 0, most)[2] if root else 0
+        if root is None:
+            return 0, 0
+        at: Node | None
+        at, inside, num_cached = self._walk(root, tokens, 0, most)
+        num_idle = 0
+        while at is not None and not at.locks:  # what is above a locked node is locked
+            num_idle += inside
+            at = at.parent
+            inside = 0 if at is None else len(at.pages)
+        return num_cached, num_idle
 
     def acquire(self, keys: CacheKeys, tokens: bytes, most: int) -> tuple[Node, np.ndarray]:
         """Locks the longest cached prefix, at most `most` pages; returns its node and its pages."""

@@ -62,7 +62,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._sequence = itertools.count()
-        self.is_blocked = False  # until a running request moves on, no one else can start
+        self.is_blocked = False  # nobody can start until a request comes or leaves
 
     # ---- in and out -------------------------------------------------------------------------
 
@@ -80,6 +80,7 @@ class Scheduler:
         assert request.num_prompt_tokens > 0, f"request {request.request_id} has no prompt"
         assert not self.why_too_large(total), self.why_too_large(total)
         self.waiting.push(request)
+        self.is_blocked = False
         for deadline in (request.deadline, request.queue_deadline):
             if deadline is not None:
                 self._forget_finished_deadlines()
@@ -328,6 +329,7 @@ class Scheduler:
         request.num_output_tokens = num_tokens - request.num_prompt_tokens - in_flight
         self.pages.leave(request)
         del self.running[request]
+        self.is_blocked = False
         self.composer.prefilling.pop(request, None)
         self._priorities[request.priority] -= 1
         self.waiting.stop(request)

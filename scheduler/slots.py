@@ -65,13 +65,14 @@ class Slots:
 
     def decoding(self) -> np.ndarray:
         """Returns the slots that decode, ascending."""
-        slots: np.ndarray = np.flatnonzero(self.is_decoding)
+        slots: np.ndarray = self.is_decoding.nonzero()[0]
         return slots
 
     def lacking(self, slots: np.ndarray, num_steps: int = 1) -> np.ndarray:
         """Returns how many pages each of `slots` lacks for `num_steps` more tokens."""
         needed = -(-(self.num_computed[slots] + num_steps) // self._page_size)
-        return np.maximum(needed - self.num_pages[slots], 0)
+        missing: np.ndarray = np.maximum(needed - self.num_pages[slots], 0)
+        return missing
 
     def add_pages(self, slots: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> None:
         """Appends counts[i] of `pages` to the pages of slots[i]."""
