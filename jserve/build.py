@@ -11,6 +11,7 @@ from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
@@ -26,6 +27,7 @@ from jserve.models.decoder import BEST_LOOP, LayerLoop
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.runner.compile import (
+    compile_page_copies,
     compile_steps,
     enable_compilation_cache,
     give_back_memory,
@@ -36,6 +38,7 @@ from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState, why_unsupported
+from jserve.runner.swap import SwapSpace
 from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -97,13 +100,14 @@ def build_engine(config: EngineConfig) -> Engine:
     options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
     _check_attention(options, layout, buckets, limits.page_size, dtype)
     steps = compile_steps(options, buckets, params, state)
-    scheduler = Scheduler(limits)
+    swap, state = _swap_space(state, limits.num_host_pages, mesh)
+    scheduler = Scheduler(limits, swap_page_s=swap.seconds_per_page if swap else 0.0)
     metrics = EngineMetrics()
     engine = Engine(
         processor=_input_processor(config, model, tokenizer, scheduler),
         scheduler=scheduler,
         packer=Packer(limits, buckets),
-        runner=Runner(params, state, steps),
+        runner=Runner(params, state, steps, swap),
         metrics=metrics,
         overlap=config.scheduler.overlap,
         max_queued_requests=config.scheduler.max_queued_requests,
@@ -281,6 +285,17 @@ def _num_host_pages(config: EngineConfig, page_bytes: int) -> int:
             f"swap_space_bytes={space} holds no KV page; give {whole_page} or more, or 0 for none"
         )
     return space // whole_page
+
+
+def _swap_space(
+    state: StepState, num_host_pages: int, mesh: Mesh
+) -> tuple[SwapSpace | None, StepState]:
+    """Host memory for pages, warm, if there is to be any; and the state with its pool again."""
+    if not num_host_pages:
+        return None, state
+    programs = compile_page_copies(mesh, state.kv_pool)
+    swap = SwapSpace(mesh, state.kv_pool, *programs, num_host_pages)
+    return swap, state._replace(kv_pool=swap.warm_up(state.kv_pool))
 
 
 def _log_memory(params, state: StepState, limits: SchedulerConfig) -> None:

@@ -58,7 +58,7 @@ class SwapSpace:
     """Host memory for `num_host_pages` pages, and the two compiled programs that lead there.
 
     Attributes:
-      seconds_per_page: what a page takes out and back in, as measured by `warm_up`.
+      seconds_per_page: what a page takes one way, as measured by `warm_up`.
     """
 
     def __init__(
@@ -77,11 +77,6 @@ class SwapSpace:
         self._null_page = take(kv_pool, _padded([]))[0]
         self._on_their_way: deque[Sequence[Array]] = deque()
         self.seconds_per_page = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory that hold pages now."""
-        return sum(page.nbytes for page in self._pages if page is not None)
 
     def move(
         self, kv_pool: Float[Array, "L P p R W"], copies_out: np.ndarray, copies_in: np.ndarray
@@ -108,9 +103,9 @@ class SwapSpace:
             kv_pool = self._in(kv_pool, pages, [NULL_PAGE] * COPY_PAGES)
             kv_pool.block_until_ready()
             seconds.append(time.perf_counter() - begin)
-        self.seconds_per_page = float(np.median(seconds)) / COPY_PAGES
+        self.seconds_per_page = float(np.median(seconds)) / (2 * COPY_PAGES)
         log.info(
-            "swap space for %d pages, %.1f MiB: %.3f ms per page out and back in",
+            "swap space for %d pages, %.1f MiB: %.3f ms per page and way",
             len(self._pages),
             len(self._pages) * self._null_page.nbytes / 2**20,
             1e3 * self.seconds_per_page,
