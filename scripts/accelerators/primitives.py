@@ -8,11 +8,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from accelerators.cases import MIB, Case, Found
-from accelerators.hlo import instructions
+from accelerators.hlo import collectives, instructions
 from accelerators.programs import compiled, judged
 from accelerators.targets import TARGETS, Target, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jserve.runner.compile import trace_page_copies
+from jserve.runner.mesh import pool_sharding
 from jserve.runner.sampling import truncate
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.quantized_matmul import quantize, quantized_matmul
@@ -32,6 +34,7 @@ def primitive_cases() -> list[Case]:
     cases = []
     for target in TARGETS.values():
         runs = {f"pages-{name}": partial(_pages, target, name) for name in ("copy", "in", "out")}
+        runs |= {f"pages-swap-{name}": partial(_swap, target, name) for name in ("in", "out")}
         for kind in KINDS:
             runs |= {
                 f"matmul-{kind}/{T}-tokens": partial(_matmul, target, kind, T) for T in (16, 512)
@@ -75,6 +78,20 @@ def _pages(target: Target, name: str) -> Found:
     page_bytes = 2 * pool.size // NUM_PAGES
     # `gather_pages` is one gather, which is no move: only a second one would be.
     return judged(target, program, pool_bytes, {pool.size, pages.size}, page_bytes + MIB)
+
+
+def _swap(target: Target, name: str) -> Found:
+    """The runner's two programs, on a pool that is split over four devices."""
+    mesh = mesh_of(target, 4)
+    shape = (NUM_LAYERS, NUM_PAGES, *PAGE)
+    pool = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=pool_sharding(mesh))
+    is_in = name == "in"
+    program = compiled(target, mesh, lambda: trace_page_copies(mesh, pool)[is_in])
+    part = pool.size // mesh.size
+    found = judged(target, program, 2 * part if is_in else 0, {part}, MIB)
+    sent = collectives(program.text)
+    found.expect(not sent, f"sends pages between devices: {dict(sent)}")
+    return found
 
 
 def _matmul(target: Target, kind: str, num_tokens: int) -> Found:
