@@ -1,23 +1,43 @@
-"""How many prompt tokens and rows a step may hold. Knows counts and predicted seconds only."""
+"""How many prompt tokens a step may hold and how many requests may run, for a target of the time
+between tokens. Knows counts and predicted seconds: not requests, not pages."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+import numpy as np
 
 from scheduler.config import SchedulerConfig
 from scheduler.step_shape import StepShape
-from scheduler.step_time import StepTime
+from scheduler.step_time import FittedStepTime, StepTime
+
+REASONS = ("fixed limits", "no model yet", "itl target", "floor", "ttft target")
+GRANULE = 16  # prompt tokens by which a budget changes
+RUNNING_EVERY = 16  # steps between two looks at the running cap
+PATIENCE_S = 1.0  # a TTFT missed by so much doubles the time that a step may take
+MOST_PATIENCE = 8.0  # times the ITL target that a late first token may make of it
 
 
 class StepBudget(NamedTuple):
+    """What a step may hold, and why no more: one of REASONS."""
+
     prefill_tokens: int
     max_running: int
     reason: str
 
 
 class StepBudgeter:
+    """Sizes steps by a model of their time, so that what 95 of 100 take stays within a target."""
+
     def __init__(self, config: SchedulerConfig, model: StepTime) -> None:
+        self.model = model
+        self.last_budget = StepBudget(
+            config.max_num_batched_tokens, config.max_num_seqs, "fixed limits"
+        )
         self._config = config
+        self._max_running = config.max_num_seqs
+        self._until_running = 0
 
     def decide(
         self,
@@ -29,10 +49,86 @@ class StepBudgeter:
         itl_slo_s: float,
         ttft_slack_s: float,
     ) -> StepBudget:
-        config = self._config
-        return StepBudget(
-            config.max_num_batched_tokens - num_decodes, config.max_num_seqs, "fixed limits"
-        )
+        """Returns the budget of a step.
+
+        Args:
+          num_decodes: its decode rows, which have `context_tokens` in all.
+          num_rows_running: requests that run.
+          prefill_context: tokens that the first prompt to go on has computed already.
+          itl_slo_s: the strictest target of those that decode; 0: none, the fixed limits hold.
+          ttft_slack_s: seconds until a prompt misses its target for the first token. When it has,
+            the ITL target gives way, the more the later it is.
+        """
+        config, model = self._config, self.model
+        most = config.max_num_batched_tokens - num_decodes
+        if itl_slo_s <= 0 or not num_decodes:
+            budget = StepBudget(most, config.max_num_seqs, "fixed limits")
+        elif isinstance(model, FittedStepTime) and not model.is_ready:
+            budget = StepBudget(most, config.max_num_seqs, "no model yet")
+        else:
+            itl_s = itl_slo_s
+            if ttft_slack_s < 0:
+                itl_s *= min(1 - ttft_slack_s / PATIENCE_S, MOST_PATIENCE)
+            limit_s = itl_s / self._p95_ratio()
+            base = (num_decodes, context_tokens, prefill_context)
+            tokens = self._most_tokens(most, limit_s, *base)
+            reason = "itl target" if itl_s == itl_slo_s else "ttft target"
+            if tokens < config.min_prefill_tokens:
+                tokens, reason = min(config.min_prefill_tokens, most), "floor"
+            running = self._running_cap(num_decodes, context_tokens, itl_slo_s)
+            budget = StepBudget(tokens, max(running, num_rows_running, 1), reason)
+        self.last_budget = budget
+        return budget
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learns how long a step took."""
+        """Learns how long a step took, if the model can."""
+        if isinstance(self.model, FittedStepTime):
+            self.model.observe(shape, seconds)
+
+    def _p95_ratio(self) -> float:
+        return self.model.p95_ratio if isinstance(self.model, FittedStepTime) else 1.0
+
+    def _most_tokens(
+        self, most: int, limit_s: float, decodes: int, context: int, prefill_context: int
+    ) -> int:
+        """The most prompt tokens, in granules, with which a step is predicted to keep a limit."""
+
+        def fits(granules: int) -> bool:
+            count = min(granules * GRANULE, most)
+            pairs = count * prefill_context + count * (count + 1) // 2
+            shape = StepShape(decodes + 1, decodes, count, context + prefill_context + count, pairs)
+            return self.model.predict(shape) <= limit_s
+
+        low, high = 0, -(-most // GRANULE)
+        if fits(high):
+            return most
+        guess = self.last_budget.prefill_tokens // GRANULE  # the last step's is mostly right
+        if 0 < guess < high:
+            low, high = (guess, high) if fits(guess) else (0, guess)
+            if low and not fits(low + 1):
+                return low * GRANULE
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * GRANULE
+
+    def _running_cap(self, num_decodes: int, context_tokens: int, itl_slo_s: float) -> int:
+        """The most rows with which a step that only decodes keeps the target, each with the context
+        that the present ones have on average. It rises by more than one row at a time only, so that
+        it does not go to and fro."""
+        self._until_running -= 1
+        if self._until_running <= 0:
+            self._until_running = RUNNING_EVERY
+            limit_s = itl_slo_s / self._p95_ratio()
+            each = np.array([context_tokens / num_decodes])
+            low, high = 0, self._config.max_num_seqs + 1
+            while high - low > 1:
+                rows = (low + high) // 2
+                fits = float(self.model.predict_decodes(rows, each * rows)[0]) <= limit_s
+                low, high = (rows, high) if fits else (low, rows)
+            margin = math.ceil(0.05 * self._max_running)
+            if not self._max_running <= low < self._max_running + margin:
+                self._max_running = low
+            if low == self._config.max_num_seqs:
+                self._max_running = low
+        return self._max_running
