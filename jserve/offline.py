@@ -4,6 +4,7 @@ Knows requests and updates: no files, no prompts' origin, no device."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ class RequestDriver:
             self._live[request_id] = _Live(key, mailbox, request)
 
     def step(self) -> None:
-        """Runs one turn of the engine for every caller.
+        """Runs one turn of the engine for every caller; sleeps where that could do nothing yet.
 
         Raises EngineDead if the engine went idle and left requests unanswered, or what it raises.
         """
@@ -117,6 +118,9 @@ class RequestDriver:
                 self._route(update)
             if self._live and not self._engine.has_work:
                 raise EngineDead(f"the engine is idle but {len(self._live)} requests have no end")
+            idle_s = self._engine.idle_s()
+        if idle_s:
+            time.sleep(idle_s)
 
     def abort(self, mailbox: Mailbox) -> None:
         """Ends every live request that reports to `mailbox`; none of them reports any more."""

@@ -113,6 +113,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    def idle_s(self) -> float:
+        return 0.0
+
     def step(self) -> list[RequestUpdate]:
         self.before_step()
         self.num_steps += 1

@@ -8,11 +8,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import PreparedRequest
+from jserve.engine.kv_events import MAX_BATCHES, KvEventBatch, KvEventFeed, KvSubscription
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import EngineDead
 from jserve.messages import GenerateRequest, RequestUpdate
@@ -62,8 +64,14 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: dict[str, RequestStream] = {}  # live requests; the loop's thread only
-        self._inbox: deque[_New | str] = deque()  # new requests, ids to abort
+        # New requests, ids to abort, and what else the engine's thread has to do.
+        self._inbox: deque[_New | str | Callable[[], None]] = deque()
+        self._admission = threading.Lock()  # so that a new request is counted once, wherever it is
+        self._inbox_tokens = 0  # prompt tokens of new requests
         self._readers: dict[str, RequestStream] = {}  # as the engine has them; its thread only
+        self._feed = KvEventFeed(engine.scheduler.cache, self._call_in_loop)
+        self._calls: set[asyncio.Future[Any]] = set()  # the loop's thread only
+        self._subscriptions: set[KvSubscription] = set()  # likewise
         self._wake = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
@@ -86,17 +94,17 @@ class AsyncEngine:
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
         self._check_open()
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
         if len(message.prompt or ()) > INLINE_CHARS or message.messages:
             prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
             self._check_open()
         else:
             prepared = self._engine.processor.prepare(message)
-        request_id = prepared.request.request_id
-        self._engine.check_room(request_id, self._streams)
-        stream = self._streams[request_id] = RequestStream(self, request_id)
-        self._send(_New(prepared, stream))
+        request = prepared.request
+        with self._admission:
+            self._engine.check_room(request, self._streams, self._inbox_tokens)
+            self._inbox_tokens += request.num_prompt_tokens
+            stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+            self._send(_New(prepared, stream))
         return stream
 
     def abort(self, stream: RequestStream) -> None:
@@ -105,6 +113,33 @@ class AsyncEngine:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._send(stream.request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and no change, while requests use any of them.
+        Raises EngineDead."""
+        self._check_open()
+        done = asyncio.get_running_loop().create_future()
+        self._calls.add(done)
+        self._send(lambda: self._call_in_loop(_settle, done, self._engine.reset_prefix_cache()))
+        try:
+            return await done
+        finally:
+            self._calls.discard(done)
+
+    async def kv_events(self, max_batches: int = MAX_BATCHES) -> AsyncIterator[KvEventBatch]:
+        """Yields what enters and leaves the prefix cache, for ever; first all that is in it. A
+        reader that leaves `max_batches` unread is told all anew. Raises EngineDead."""
+        self._check_open()
+        subscription = KvSubscription(max_batches)
+        self._subscriptions.add(subscription)
+        try:
+            while True:
+                if subscription.is_behind:
+                    self._send(partial(self._feed.subscribe, subscription))
+                yield await subscription.get()
+        finally:
+            self._subscriptions.discard(subscription)
+            self._send(partial(self._feed.unsubscribe, subscription))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits for the live ones, ends those left after `timeout_s` with
@@ -122,8 +157,10 @@ class AsyncEngine:
     def _check_open(self) -> None:
         if self._closed_because:
             raise EngineDead(f"{self._closed_because}; send the request to another server")
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
 
-    def _send(self, item: _New | str) -> None:
+    def _send(self, item: _New | str | Callable[[], None]) -> None:
         self._inbox.append(item)
         self._wake.set()
 
@@ -133,14 +170,17 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._take_inbox()
+                idle_s: float | None = None
                 if self._engine.has_work:
                     self._busy_since = time.monotonic()
                     updates = self._engine.step()
                     if updates:
                         self._post(updates)
-                else:
+                    idle_s = self._engine.idle_s()
+                self._feed.publish()
+                if idle_s != 0:
                     self._busy_since = None
-                    self._wake.wait()
+                    self._wake.wait(idle_s)
             self._engine.close()
         except Exception as error:
             log.exception("the engine failed")
@@ -155,9 +195,13 @@ class AsyncEngine:
             if isinstance(item, str):
                 self._engine.abort(item)
                 self._readers.pop(item, None)
-            else:
+            elif isinstance(item, _New):
                 self._readers[item.stream.request_id] = item.stream
-                self._engine.add_prepared(item.prepared)
+                with self._admission:
+                    self._engine.add_prepared(item.prepared)
+                    self._inbox_tokens -= item.prepared.request.num_prompt_tokens
+            else:
+                item()
 
     def _post(self, updates: list[RequestUpdate]) -> None:
         addressed = []
@@ -185,3 +229,13 @@ class AsyncEngine:
         for request_id, stream in list(self._streams.items()):
             self.abort(stream)
             stream.put(RequestUpdate(request_id=request_id, finish_reason="error", error=error))
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
+        for subscription in self._subscriptions:
+            subscription.fail(error)
+
+
+def _settle(call: asyncio.Future[Any], result: Any) -> None:
+    if not call.done():  # the caller may have left
+        call.set_result(result)

@@ -5,21 +5,25 @@ Knows requests, plans and text; devices only as a runner that takes batches. No 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jserve.engine.input_processor import InputProcessor, PreparedRequest, reason_name
+from jserve.engine.live import LiveRequest
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.request_log import RequestLog
+from jserve.engine.step_log import StepLog
+from jserve.engine.step_recorder import StepInFlight, StepRecorder
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
-from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.messages import GenerateRequest, RequestUpdate, TokenLogprobs, Usage
 from scheduler.packer import PackedBatch, Packer
 from scheduler.request import FinishReason, Request
-from scheduler.scheduler import Scheduler, StepPlan
+from scheduler.scheduler import Scheduler
 
 
 class StepOutput(Protocol):
@@ -46,23 +50,8 @@ class Runner(Protocol):
     def dispatch(self, batch: PackedBatch) -> StepHandle: ...  # never waits
 
 
-@dataclass(slots=True)
-class _Live:
-    """What the engine keeps of a request besides the scheduler's state."""
-
-    prepared: PreparedRequest
-    first_token_time: float | None = None
-    last_token_time: float = 0.0
-    num_tokens: int = 0
-
-
-class _InFlight(NamedTuple):
-    plan: StepPlan
-    handle: StepHandle
-    batch: PackedBatch
-    schedule_s: float
-    pack_s: float
-    dispatch_s: float
+# How long an engine that can do nothing is left alone, whatever it expects: short, as clocks jump.
+MIN_IDLE_S, MAX_IDLE_S = 0.001, 1.0
 
 
 class Engine:
@@ -82,6 +71,8 @@ class Engine:
         overlap: bool,
         max_queued_requests: int,
         clock: Callable[[], float] = time.monotonic,
+        step_log: StepLog | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.processor = processor
         self.scheduler = scheduler
@@ -91,10 +82,21 @@ class Engine:
         self._depth = 1 if overlap else 0  # steps left running when a turn ends
         self._max_live = max_queued_requests + scheduler.config.max_num_seqs
         self._clock = clock
-        self._live: dict[str, _Live] = {}
-        self._in_flight: deque[_InFlight] = deque()
-        self._last_collected: float | None = None
-        self._show_state()
+        self._live: dict[str, LiveRequest] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._did_nothing = False
+        self._step_log, self._request_log = step_log, request_log
+        self._recorder = StepRecorder(scheduler, metrics, step_log, overlap=overlap)
+        if step_log:
+            limits = scheduler.config
+            step_log.begin(
+                {
+                    "model": processor.limits.name,
+                    "page_size": limits.page_size,
+                    "num_pages": limits.num_pages,
+                    "buckets": packer.buckets,
+                }
+            )
 
     @property
     def tokenizer(self) -> Any:
@@ -107,23 +109,39 @@ class Engine:
     def add(self, message: GenerateRequest) -> str:
         """Checks and queues a request; returns its id. Raises InvalidRequest or Overloaded."""
         prepared = self.processor.prepare(message)
-        self.check_room(prepared.request.request_id, self._live)
+        self.check_room(prepared.request, self._live)
         self.add_prepared(prepared)
         return prepared.request.request_id
 
-    def check_room(self, request_id: str, live: Any) -> None:
-        """Raises Overloaded when as many requests are live as may be, InvalidRequest when one of
-        them has this id."""
-        if request_id in live:
-            raise InvalidRequest(f"{request_id=} is in use by a live request; choose another")
+    def check_room(self, request: Request, live: Any, num_more_tokens: int = 0) -> None:
+        """Raises Overloaded when as many requests are live, or prompt tokens wait, as may, and
+        InvalidRequest when one of the live ones has this id.
+
+        `num_more_tokens` wait elsewhere. A prompt alone in the queue may be of any length. What was
+        preempted is live, so it is never refused.
+        """
+        if request.request_id in live:
+            raise InvalidRequest(
+                f"request_id={request.request_id!r} is in use by a live request; choose another"
+            )
         if len(live) >= self._max_live:
+            self.metrics.on_refusal("requests")
             raise Overloaded(
                 f"{len(live)} requests are running or queued, the limit; try again later"
             )
+        waiting = self.scheduler.waiting.num_tokens + num_more_tokens
+        most = self.scheduler.config.max_queued_tokens
+        if most and waiting and waiting + request.num_prompt_tokens > most:
+            self.metrics.on_refusal("tokens")
+            raise Overloaded(
+                f"{waiting} prompt tokens are queued; {request.num_prompt_tokens} more exceed the "
+                f"limit of {most}; try again later"
+            )
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
-        self._live[prepared.request.request_id] = _Live(prepared)
+        self._live[prepared.request.request_id] = LiveRequest(prepared)
         self.scheduler.add(prepared.request)
+        self._did_nothing = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request wherever it is; unknown and finished ids are ignored. No update comes."""
@@ -131,7 +149,8 @@ class Engine:
         if live is not None:
             self.scheduler.finish(live.prepared.request, reason)
             self._retire(live, reason, self._clock())
-            self._show_state()
+            self._recorder.show_state()
+            self._did_nothing = False
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends all requests and lets go of the runner and its device memory."""
@@ -139,23 +158,25 @@ class Engine:
             self.abort(request_id, reason)
         self._in_flight.clear()
         self._runner = _Closed()
+        for log in (self._step_log, self._request_log):
+            if log:
+                log.close()
 
     def stats(self) -> dict[str, int]:
         """What the engine holds right now."""
-        cache, pool = self.scheduler.cache, self.scheduler.pool
-        return {
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "pages_used": pool.num_usable - pool.num_free - cache.num_evictable,
-            "pages_cached": cache.num_evictable,
-            "pages_free": pool.num_free,
-            "live_tokens": self.scheduler.num_live_tokens,
-        }
+        return self._recorder.stats()
+
+    def idle_s(self) -> float:
+        """Returns for how long another turn would do nothing, unless requests come or go."""
+        if not self._did_nothing:
+            return 0.0
+        wake_s = self.scheduler.next_wake_s(self._clock())
+        return MAX_IDLE_S if wake_s is None else min(max(wake_s, MIN_IDLE_S), MAX_IDLE_S)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and no change, while requests use any of them."""
         done = self.scheduler.cache.reset()
-        self._show_state()
+        self._recorder.show_state()
         return done
 
     # ---- one turn ---------------------------------------------------------------------------
@@ -164,57 +185,40 @@ class Engine:
         """Dispatches the next step, if there is any, and collects the oldest one that is due."""
         updates = self._expire()
         dispatched = self._dispatch()
+        self._did_nothing = not (dispatched or self._in_flight or updates)
         if self._in_flight and (len(self._in_flight) > self._depth or not dispatched):
             updates += self._collect(self._in_flight.popleft())
         return updates
 
     def _dispatch(self) -> bool:
-        begin = time.perf_counter()
-        preemptions = self.scheduler.num_preemptions
+        begun = time.perf_counter()
         plan = self.scheduler.schedule(self._clock())
-        if self.scheduler.num_preemptions > preemptions:
-            self.metrics.on_preemption(self.scheduler.num_preemptions - preemptions)
+        num_preemptions = self._recorder.on_planned(plan)
         if not plan.requests:
             return False
-        scheduled = time.perf_counter()
+        planned = time.perf_counter()
         batch = self._packer.pack(plan)
         packed = time.perf_counter()
         handle = self._runner.dispatch(batch)
-        dispatched = time.perf_counter()
-        self._in_flight.append(
-            _InFlight(
-                plan, handle, batch, scheduled - begin, packed - scheduled, dispatched - packed
-            )
-        )
+        times = (begun, planned, packed, time.perf_counter())
+        self._in_flight.append(StepInFlight(plan, batch, handle, num_preemptions, *times))
         return True
 
-    def _collect(self, flight: _InFlight) -> list[RequestUpdate]:
-        begin = time.perf_counter()
-        output = flight.handle.result()
+    def _collect(self, step: StepInFlight) -> list[RequestUpdate]:
+        asked = time.perf_counter()
+        output = step.handle.result()
         arrived = time.perf_counter()
         now = self._clock()
         updates = []
-        for request, token_id, row in self.scheduler.update(flight.plan, output.token_ids.tolist()):
+        for request, token_id, row in self.scheduler.update(step.plan, output.token_ids.tolist()):
             live = self._live[request.request_id]
             updates.append(self._on_token(live, token_id, row, output, now))
-        self._show_state()
-        end = time.perf_counter()
-        last = self._last_collected
-        self._last_collected = end if self._in_flight or self._live else None
-        self.metrics.on_step(
-            schedule_s=flight.schedule_s,
-            pack_s=flight.pack_s,
-            dispatch_s=flight.dispatch_s,
-            wait_s=arrived - begin,
-            post_s=end - arrived,
-            step_s=end - (last if last is not None else begin),
-            real_tokens=flight.batch.num_tokens,
-            padded_tokens=flight.batch.bucket.num_tokens - flight.batch.num_tokens,
-        )
+        is_last = not (self._in_flight or self._live)
+        self._recorder.on_collected(step, asked, arrived, last=is_last)
         return updates
 
     def _on_token(
-        self, live: _Live, token_id: int, row: int, output: StepOutput, now: float
+        self, live: LiveRequest, token_id: int, row: int, output: StepOutput, now: float
     ) -> RequestUpdate:
         """Takes in one token of one request: text, stop strings, times, and its end."""
         request, detokenizer = live.prepared.request, live.prepared.detokenizer
@@ -228,9 +232,10 @@ class Engine:
                 now - request.arrival_time,
                 request.num_prompt_tokens,
                 request.num_cached_tokens,
+                request.request_class,
             )
         else:
-            self.metrics.on_token_gap(now - live.last_token_time)
+            self.metrics.on_token_gap(now - live.last_token_time, request.request_class)
         live.last_token_time = now
         live.num_tokens += 1
         stopped_by_id = request.is_finished and request.finish_reason == FinishReason.STOP
@@ -262,16 +267,15 @@ class Engine:
         updates = []
         for request in self.scheduler.expire(now):
             live = self._live[request.request_id]
-            late = now - request.arrival_time
-            error = DeadlineExceeded(f"the deadline passed {late:.3f} s after the request came")
+            error = DeadlineExceeded(_how_late(request, now))
             updates.append(
                 RequestUpdate(request_id=request.request_id, error=error, **self._ending(live, now))
             )
         if updates:
-            self._show_state()
+            self._recorder.show_state()
         return updates
 
-    def _ending(self, live: _Live, now: float) -> dict[str, Any]:
+    def _ending(self, live: LiveRequest, now: float) -> dict[str, Any]:
         """The fields of a request's last update; retires it."""
         request = live.prepared.request
         reason = request.finish_reason
@@ -280,16 +284,17 @@ class Engine:
         return {
             "finish_reason": reason_name(reason),
             "usage": Usage(request.num_prompt_tokens, live.num_tokens, request.num_cached_tokens),
-            "timings": _timings(live, now),
+            "timings": live.timings(now),
         }
 
-    def _retire(self, live: _Live, reason: FinishReason, now: float) -> None:
-        request = live.prepared.request
+    def _retire(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
+        request, name = live.prepared.request, reason_name(reason)
         del self._live[request.request_id]
-        self.metrics.on_finish(reason_name(reason), now - request.arrival_time)
-
-    def _show_state(self) -> None:
-        self.metrics.set_gauges(**self.stats(), overlap_active=self._depth > 0)
+        self.metrics.on_finish(name, now - request.arrival_time)
+        if live.first_token_time is None and reason == FinishReason.DEADLINE:
+            self.metrics.on_no_first_token(request.request_class)
+        if self._request_log:
+            self._request_log.add(request, live.num_tokens, live.timings(now), name)
 
 
 class _Closed:
@@ -299,17 +304,12 @@ class _Closed:
         raise EngineDead("the engine is closed")
 
 
-def _timings(live: _Live, now: float) -> Timings:
-    request, first = live.prepared.request, live.first_token_time
-    started = request.first_scheduled_time
-    return Timings(
-        queue_s=(now if started is None else started) - request.arrival_time,
-        ttft_s=None if first is None else first - request.arrival_time,
-        e2e_s=now - request.arrival_time,
-        itl_s=None
-        if first is None or live.num_tokens < 2
-        else (live.last_token_time - first) / (live.num_tokens - 1),
-    )
+def _how_late(request: Request, now: float) -> str:
+    """Why a request met its deadline, or the one of its wait."""
+    late = f"{now - request.arrival_time:.3f} s"
+    if request.first_scheduled_time is None and (request.queue_deadline or math.inf) <= now:
+        return f"the request waited {late} in the queue without starting; try again later"
+    return f"the deadline passed {late} after the request came"
 
 
 def _logprobs(

@@ -6,10 +6,12 @@ and may together cost at most 20 µs (tests/engine/test_metrics.py measures them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from scheduler.budget import REASONS
 from scheduler.request import FinishReason
 
 PHASES = ("schedule", "pack", "dispatch", "wait", "post")
@@ -20,7 +22,19 @@ LATENCY_BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
 )
+SLO_KINDS = ("ttft", "itl")
 HOST_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+class _Slo(NamedTuple):
+    """A target, and the counters of what met it and what missed it."""
+
+    target_s: float
+    attained: Counter
+    missed: Counter
+
+    def judge(self, seconds: float) -> None:
+        (self.attained if seconds <= self.target_s else self.missed).inc()
 
 
 class EngineMetrics:
@@ -34,8 +48,10 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._define_request_metrics()
+        self._define_queue_metrics()
         self._define_cache_metrics()
         self._define_step_metrics()
+        self._define_prediction_metrics()
 
     def _define_request_metrics(self) -> None:
         self._ttft = self._latency("time_to_first_token", "From arrival to the first output token.")
@@ -46,8 +62,25 @@ class EngineMetrics:
         self._output_tokens = self._counter("output_tokens", "Output tokens.")
         finished = self._counter("requests_finished", "Requests that ended.", ["reason"])
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
+
+    def _define_queue_metrics(self) -> None:
         self._running = self._gauge("requests_running", "Requests that hold a slot.")
         self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
+        self._waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")
+        refused = self._counter(
+            "requests_refused", "Requests beyond a limit of the queue.", ["limit"]
+        )
+        self._refused = {limit: refused.labels(limit) for limit in ("requests", "tokens")}
+        self._preemptions = self._counter("preemptions", "Requests put back into the queue.")
+        self._preemptions_by_cause = self._counter(
+            "preemptions_by_cause", "The same, by what they made room for.", ["cause"]
+        )
+        what = "First tokens (ttft) and gaps between tokens (itl) that"
+        self._attained = self._counter(
+            "slo_attained", f"{what} met their target.", ["class", "kind"]
+        )
+        self._missed = self._counter("slo_missed", f"{what} came late.", ["class", "kind"])
+        self._slos: dict[str, dict[str, _Slo]] = {kind: {} for kind in SLO_KINDS}
 
     def _define_cache_metrics(self) -> None:
         pages = self._gauge(
@@ -63,7 +96,11 @@ class EngineMetrics:
         self._cache_queries = self._counter(
             "prefix_cache_query_tokens", "Prompt tokens: hits are a share."
         )
-        self._preemptions = self._counter("preemptions", "Requests put back into the queue.")
+        self._evictions = self._counter(
+            "prefix_cache_evicted_pages", "Cached pages given up for others."
+        )
+        swapped = self._counter("swapped_pages", "KV pages copied to and from the host.", ["way"])
+        self._swapped_out, self._swapped_in = swapped.labels("out"), swapped.labels("in")
 
     def _define_step_metrics(self) -> None:
         tokens = self._counter(
@@ -91,8 +128,36 @@ class EngineMetrics:
             "overlap_active", "1 while a step is scheduled as the one before it runs."
         )
 
+    def _define_prediction_metrics(self) -> None:
+        self._predicted = self._gauge("step_predicted_seconds", "Of the last step, as expected.")
+        self._actual = self._gauge("step_actual_seconds", "Of the last step, as measured.")
+        self._error = self._gauge(
+            "step_prediction_error", "By what share predicted steps were off, lately."
+        )
+        self._prefill_budget = self._gauge(
+            "prefill_budget_tokens", "Prompt tokens that the last step might have held."
+        )
+        self._running_cap = self._gauge("running_cap", "Requests that may run at once.")
+        reasons = self._gauge(
+            "budget_reason", "1 for what sets prefill_budget_tokens and running_cap.", ["reason"]
+        )
+        self._reasons = {reason: reasons.labels(reason) for reason in REASONS}
+
+    def set_targets(self, targets: Mapping[str, tuple[float, float]]) -> None:
+        """Takes each class's targets for the first token and for the gaps, in seconds; 0: none."""
+        for name, seconds in targets.items():
+            for kind, target_s in zip(SLO_KINDS, seconds, strict=True):
+                if target_s:
+                    counters = (c.labels(name, kind) for c in (self._attained, self._missed))
+                    self._slos[kind][name] = _Slo(target_s, *counters)
+
     def on_first_token(
-        self, queue_s: float, ttft_s: float, prompt_tokens: int, cached_tokens: int
+        self,
+        queue_s: float,
+        ttft_s: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        request_class: str = "",
     ) -> None:
         """Counts a request's prompt, once it is computed, and its first output token.
         `cached_tokens` are those that its first admission found in the prefix cache."""
@@ -102,19 +167,40 @@ class EngineMetrics:
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(cached_tokens)
         self._output_tokens.inc()
+        if slo := self._slos["ttft"].get(request_class):
+            slo.judge(ttft_s)
 
-    def on_token_gap(self, itl_s: float) -> None:
+    def on_no_first_token(self, request_class: str) -> None:
+        """Hears of a request whose deadline passed before its first token: a target missed."""
+        if slo := self._slos["ttft"].get(request_class):
+            slo.missed.inc()
+
+    def on_token_gap(self, itl_s: float, request_class: str = "") -> None:
         """Counts an output token that is not a request's first."""
         self._itl.observe(itl_s)
         self._output_tokens.inc()
+        if slo := self._slos["itl"].get(request_class):
+            slo.judge(itl_s)
 
     def on_finish(self, reason: str, e2e_s: float) -> None:
         """Counts an ended request, once. `reason` is one of FINISH_REASONS."""
         self._finished[reason].inc()
         self._e2e.observe(e2e_s)
 
-    def on_preemption(self, count: int = 1) -> None:
+    def on_refusal(self, limit: str) -> None:
+        """Counts a request that found no room, by the limit: requests or tokens."""
+        self._refused[limit].inc()
+
+    def on_preemption(self, cause: str, count: int = 1) -> None:
         self._preemptions.inc(count)
+        self._preemptions_by_cause.labels(cause).inc(count)
+
+    def on_swap(self, pages_out: int, pages_in: int) -> None:
+        self._swapped_out.inc(pages_out)
+        self._swapped_in.inc(pages_in)
+
+    def on_eviction(self, num_pages: int) -> None:
+        self._evictions.inc(num_pages)
 
     def on_compilation(self) -> None:
         self._compilations.inc()
@@ -130,8 +216,12 @@ class EngineMetrics:
         step_s: float,
         real_tokens: int,
         padded_tokens: int,
+        predicted_s: float,
+        actual_s: float,
+        prediction_error: float,
     ) -> None:
-        """Records one collected step; `padded_tokens` are the bucket's beyond the real ones."""
+        """Records one collected step; `padded_tokens` are the bucket's beyond the real ones. On the
+        device it was expected to take `predicted_s` and took `actual_s`."""
         schedule, pack, dispatch, wait, post = self._phases
         schedule.observe(schedule_s)
         pack.observe(pack_s)
@@ -141,12 +231,23 @@ class EngineMetrics:
         self._step.observe(step_s)
         self._real_tokens.inc(real_tokens)
         self._padded_tokens.inc(padded_tokens)
+        self._predicted.set(predicted_s)
+        self._actual.set(actual_s)
+        self._error.set(prediction_error)
+
+    def set_limits(self, prefill_tokens: int, max_running: int, reason: str) -> None:
+        """Shows what steps may hold now, and why no more: one of scheduler.budget.REASONS."""
+        self._prefill_budget.set(prefill_tokens)
+        self._running_cap.set(max_running)
+        for name, gauge in self._reasons.items():
+            gauge.set(name == reason)
 
     def set_gauges(
         self,
         *,
         running: int,
         waiting: int,
+        waiting_tokens: int,
         pages_used: int,
         pages_cached: int,
         pages_free: int,
@@ -156,6 +257,7 @@ class EngineMetrics:
         """Shows the engine's state now. Call it after the last step too: gauges do not decay."""
         self._running.set(running)
         self._waiting.set(waiting)
+        self._waiting_tokens.set(waiting_tokens)
         self._pages_used.set(pages_used)
         self._pages_cached.set(pages_cached)
         self._pages_free.set(pages_free)

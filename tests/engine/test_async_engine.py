@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from jserve.engine.async_engine import INLINE_CHARS, AsyncEngine
+from jserve.engine.kv_events import Cleared, KvEvent, Removed, Stored
 from jserve.errors import EngineDead, InvalidRequest, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate
 from tests.engine.tiny import MAX_MODEL_LEN, Tiny, answer, asking, tiny
@@ -276,3 +277,126 @@ async def test_a_turn_that_takes_too_long_is_not_ready_until_it_ends(monkeypatch
         async with asyncio.timeout(TIMEOUT_S):
             while not front.is_ready:  # the thread has yet to see that it is idle
                 await asyncio.sleep(0.001)
+
+
+async def test_prompt_tokens_are_counted_once_on_their_way_to_the_queue_and_in_it():
+    t = tiny(max_num_seqs=1, max_queued_tokens=10)
+    async with running(t) as (front, gate):
+        streams = [await front.submit(asking("runs", [1, 2], 6))]
+        await at_gate(gate)
+        for i in range(2):
+            streams.append(await front.submit(asking(f"r{i}", [i] * 4, 2)))
+        for where in ("the inbox", "the queue"):
+            with pytest.raises(Overloaded, match="8 prompt tokens"):
+                await front.submit(asking(where, [1, 2, 3], 2))
+            gate.let_one_pass()
+            await at_gate(gate)
+        streams.append(await front.submit(asking("fits", [1, 2], 2)))
+        gate.open()
+        await asyncio.gather(*map(read, streams))
+        assert front._inbox_tokens == 0
+    t.assert_idle()
+
+
+async def test_an_engine_that_can_do_nothing_waits_and_does_not_spin(monkeypatch):
+    t = tiny(batching="dynamic", batch_window_s=5.0)
+    turns, step = [], t.engine.step
+    monkeypatch.setattr(t.engine, "step", lambda: turns.append("step") or step())
+
+    class NotingEvent(threading.Event):
+        def wait(self, timeout=None):
+            turns.append(timeout)
+            return super().wait(timeout)
+
+    async with running(t) as (front, gate):
+        gate.open()
+        front._wake, old = NotingEvent(), front._wake
+        old.set()  # the thread goes on with the new one
+        stream = await front.submit(asking("a", [1, 2], 3))
+        async with asyncio.timeout(TIMEOUT_S):
+            while 1.0 not in turns:
+                await asyncio.sleep(0.001)
+        first = turns.index("step")
+        assert "step" not in turns[first + 1 : turns.index(1.0)], "it did not wait after a turn"
+        t.clock.now = 6.0
+        assert len(ids(await read(stream))) == 3
+    t.assert_idle()
+
+
+async def test_the_prefix_cache_is_reset_between_steps_and_only_when_nobody_uses_it():
+    t = tiny()
+    prompt = list(range(1, 20))
+    async with running(t) as (front, gate):
+        stream = await front.submit(asking("a", prompt, 6))
+        await at_gate(gate)
+        in_use = asyncio.create_task(front.reset_prefix_cache())
+        gate.open()
+        assert await in_use is False
+        await read(stream)
+        assert t.engine.stats()["pages_cached"] > 0
+        assert await front.reset_prefix_cache() is True
+        assert t.engine.stats()["pages_cached"] == 0
+    with pytest.raises(EngineDead):
+        await front.reset_prefix_cache()
+
+
+async def test_a_reader_of_kv_events_can_rebuild_what_the_cache_holds():
+    t = tiny(num_pages=1 + 20)
+    async with running(t) as (front, gate):
+        gate.open()
+        await read(await front.submit(asking("before", list(range(20)), 6)))
+        held: set[bytes] = set()
+        events = front.kv_events()
+        async with asyncio.timeout(TIMEOUT_S):
+            await take(events, held)
+            for i in range(6):  # more than the pool holds: some must go
+                await read(await front.submit(asking(f"r{i}", [i + 1] * 24, 6)))
+            await front.reset_prefix_cache()
+            await read(await front.submit(asking("after", [90] * 20, 6)))
+            while held != cached(t):
+                await take(events, held)
+        assert len(held) >= 5
+        await events.aclose()
+        await front.reset_prefix_cache()
+        assert t.engine.scheduler.cache.events is None
+
+
+async def test_a_slow_reader_of_kv_events_is_told_all_anew_and_a_failure_ends_it():
+    t = tiny(fail_at=40)
+    async with running(t) as (front, gate):
+        gate.open()
+        held: set[bytes] = set()
+        events = front.kv_events(max_batches=1)
+        await take(events, held)
+        for i in range(4):
+            await read(await front.submit(asking(f"r{i}", [i + 1] * 16, 6)))
+        assert Cleared() in await take(events, held)
+        assert held == cached(t)
+        stream = await front.submit(asking("fails", [1], 60))
+        assert (await read(stream))[-1].finish_reason == "error"
+        with pytest.raises(EngineDead, match="the device is lost"):
+            await take_all(events, held)
+
+
+async def take_all(events, held: set[bytes]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            await take(events, held)
+
+
+async def take(events, held: set[bytes]) -> list[KvEvent]:
+    """Applies the next batch to the names of the pages that are held, and returns it."""
+    batch = await anext(events)
+    for event in batch.events:
+        if isinstance(event, Stored):
+            held |= set(event.digests)
+        elif isinstance(event, Removed):
+            held -= set(event.digests)
+        else:
+            held.clear()
+    return list(batch.events)
+
+
+def cached(t: Tiny) -> set[bytes]:
+    """The names of the pages that the cache holds; the engine must be idle."""
+    return {name for event in t.engine.scheduler.cache.snapshot() for name in event.digests}

@@ -7,6 +7,7 @@ import timeit
 import pytest
 
 from jserve.engine.metrics import FINISH_REASONS, PHASES, EngineMetrics
+from scheduler.budget import REASONS
 
 STEP = {
     "schedule_s": 1e-4,
@@ -17,10 +18,14 @@ STEP = {
     "step_s": 0.021,
     "real_tokens": 5,
     "padded_tokens": 3,
+    "predicted_s": 0.018,
+    "actual_s": 0.02,
+    "prediction_error": 0.1,
 }
 GAUGES = {
     "running": 3,
     "waiting": 1,
+    "waiting_tokens": 500,
     "pages_used": 7,
     "pages_cached": 2,
     "pages_free": 91,
@@ -50,9 +55,14 @@ def test_every_metric_is_there_from_the_start_at_zero(metrics):
         *("prompt_tokens_total", "output_tokens_total", "requests_running", "requests_waiting"),
         *("live_tokens", "prefix_cache_hit_tokens_total", "prefix_cache_query_tokens_total"),
         *("preemptions_total", "compilations_after_warmup_total", "overlap_active"),
+        *("waiting_tokens", "prefix_cache_evicted_pages_total", "step_prediction_error"),
+        *("step_predicted_seconds", "step_actual_seconds"),
     ):
         assert value(metrics, name) == 0
     assert all(value(metrics, "requests_finished_total", reason=r) == 0 for r in FINISH_REASONS)
+    assert all(value(metrics, "swapped_pages_total", way=way) == 0 for way in ("in", "out"))
+    limits = ("requests", "tokens")
+    assert all(value(metrics, "requests_refused_total", limit=limit) == 0 for limit in limits)
     assert all(value(metrics, "kv_pages", state=s) == 0 for s in ("used", "cached", "free"))
     assert all(value(metrics, "step_tokens_total", kind=k) == 0 for k in ("real", "padded"))
     assert all(value(metrics, "step_host_seconds_count", phase=p) == 0 for p in PHASES)
@@ -74,6 +84,25 @@ def test_a_request_is_counted_once_by_its_reason_with_its_tokens_and_times(metri
     assert value(metrics, "prefix_cache_hit_tokens_total") == 8
     counted = {r: value(metrics, "requests_finished_total", reason=r) for r in FINISH_REASONS}
     assert counted == dict.fromkeys(FINISH_REASONS, 0) | {"stop": 1}
+
+
+def test_what_meets_and_what_misses_a_target_is_counted_by_class_where_there_is_one(metrics):
+    def counts(name, kind):
+        labels = {"class": name, "kind": kind}
+        return tuple(value(metrics, f"slo_{x}_total", **labels) for x in ("attained", "missed"))
+
+    metrics.set_targets({"": (0.0, 0.0), "chat": (0.5, 0.05), "bulk": (0.0, 1.0)})
+    assert counts("chat", "ttft") == (0, 0)
+    for name in ("", "chat", "bulk"):
+        for seconds in (0.5, 0.6):
+            metrics.on_first_token(0.0, seconds, 1, 0, name)
+        for seconds in (0.01, 0.05, 0.06):
+            metrics.on_token_gap(seconds, name)
+        metrics.on_no_first_token(name)
+    assert counts("chat", "ttft") == (1, 2)
+    assert counts("chat", "itl") == (2, 1)
+    assert counts("bulk", "itl") == (3, 0)
+    assert counts("bulk", "ttft") == counts("", "ttft") == counts("", "itl") == (None, None)
 
 
 def test_an_unknown_finish_reason_is_no_new_series(metrics):
@@ -101,10 +130,26 @@ def test_gauges_show_the_last_state_and_go_back_to_zero_when_idle(metrics):
     assert value(metrics, "kv_pages", state="free") == 100
 
 
-def test_preemptions_and_compilations_are_counted(metrics):
-    metrics.on_preemption(2)
+def test_the_limits_of_steps_are_shown_with_the_one_reason_in_force(metrics):
+    metrics.set_limits(256, 32, "fixed limits")
+    metrics.set_limits(64, 12, "itl target")
+    assert value(metrics, "prefill_budget_tokens") == 64
+    assert value(metrics, "running_cap") == 12
+    shown = {reason: value(metrics, "budget_reason", reason=reason) for reason in REASONS}
+    assert shown == dict.fromkeys(REASONS, 0) | {"itl target": 1}
+
+
+def test_preemptions_by_cause_swaps_evictions_and_compilations_are_counted(metrics):
+    metrics.on_preemption("no free page", 2)
+    metrics.on_preemption("a more urgent request")
+    metrics.on_swap(pages_out=3, pages_in=1)
+    metrics.on_eviction(5)
     metrics.on_compilation()
-    assert value(metrics, "preemptions_total") == 2
+    assert value(metrics, "preemptions_total") == 3
+    assert value(metrics, "preemptions_by_cause_total", cause="no free page") == 2
+    assert value(metrics, "swapped_pages_total", way="out") == 3
+    assert value(metrics, "swapped_pages_total", way="in") == 1
+    assert value(metrics, "prefix_cache_evicted_pages_total") == 5
     assert value(metrics, "compilations_after_warmup_total") == 1
 
 
@@ -122,6 +167,7 @@ def test_a_step_costs_less_than_20_microseconds_of_host_time(metrics):
     def step():
         metrics.on_step(**STEP)
         metrics.set_gauges(**GAUGES)
+        metrics.set_limits(256, 32, "itl target")  # with a target, nearly every step
 
     # The best of many short runs: what the code costs, not what else the machine does.
     assert min(timeit.repeat(step, number=100, repeat=200)) / 100 < HOST_LIMIT_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -14,6 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.request_log import RequestLog
+from jserve.engine.step_log import StepLog
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
@@ -26,6 +28,9 @@ from tests.fakes import VOCAB, FakeRunner, expected_output
 
 MAX_MODEL_LEN = 64
 PAGE_SIZE = 4
+REQUEST_FIELDS = (
+    *("tenant", "identity", "request_class", "priority", "model", "timeout_s", "queue_timeout_s"),
+)
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -110,7 +115,10 @@ def tiny(
     max_queued: int = 8,
     fail_at: int | None = None,
     eos: tuple[int, ...] = (),
-    **limits: int | bool,
+    queue_timeout_s: float = 0.0,
+    step_log: StepLog | None = None,
+    request_log: RequestLog | None = None,
+    **limits: Any,
 ) -> Tiny:
     """Returns an engine of 4 slots and 63 pages of 4 tokens; `limits` are SchedulerConfig's."""
     given = {
@@ -130,6 +138,8 @@ def tiny(
         ModelLimits("tiny", VOCAB, MAX_MODEL_LEN, eos),
         scheduler.why_too_large,
         clock,
+        classes=config.classes,
+        queue_timeout_s=queue_timeout_s,
     )
     buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
     engine = Engine(
@@ -141,13 +151,15 @@ def tiny(
         overlap=overlap,
         max_queued_requests=max_queued,
         clock=clock,
+        step_log=step_log,
+        request_log=request_log,
     )
     return Tiny(engine, device, clock)
 
 
 def asking(name: str, prompt: list[int], max_tokens: int = 8, **fields) -> GenerateRequest:
     """A greedy request; `fields` are SamplingParams' or GenerateRequest's."""
-    own = {n: fields.pop(n) for n in ("tenant", "timeout_s", "priority", "model") if n in fields}
+    own = {n: fields.pop(n) for n in REQUEST_FIELDS if n in fields}
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
     return GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=name, **own)
 
