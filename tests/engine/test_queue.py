@@ -18,7 +18,7 @@ from scheduler.config import RequestClass
 from tests.engine.tiny import MAX_MODEL_LEN, answer, asking, joined, run, tiny
 
 CHAT = RequestClass(name="chat", ttft_slo_s=1.0, itl_slo_s=0.5)
-BULK = RequestClass(name="bulk", priority=10, max_num_seqs=1)
+BULK = RequestClass(name="bulk", priority=10, max_num_seqs=2)
 
 
 def test_prompt_tokens_beyond_the_bound_are_overloaded_and_have_room_again_later():
@@ -86,15 +86,15 @@ def test_O44_a_queue_deadline_ends_what_has_not_started_and_nothing_else():
 
 def test_classes_have_their_caps_and_an_attained_or_missed_target_is_counted():
     t = tiny(classes=(CHAT, BULK), overlap=False)
-    for i in range(2):
+    for i in range(3):
         t.engine.add(asking(f"bulk{i}", [i + 1], 3, request_class="bulk"))
     t.engine.add(asking("chat", [7], 3, request_class="chat"))
-    assert [r.priority for r in t.engine.scheduler.waiting] == [10, 10, 0]
+    assert [r.priority for r in t.engine.scheduler.waiting] == [10, 10, 10, 0]
     updates = []
     for now in (0.0, 0.25, 2.0):  # gaps of 0.25 s and 1.75 s
         t.clock.now = now
         updates += t.engine.step()
-        assert sum(r.request_class == "bulk" for r in t.engine.scheduler.running) <= 1
+        assert sum(r.request_class == "bulk" for r in t.engine.scheduler.running) <= 2
     run(t.engine)
     for kind, attained, missed in (("ttft", 1, 0), ("itl", 1, 1)):
         labels = {"class": "chat", "kind": kind}
@@ -136,10 +136,10 @@ def test_the_offline_driver_sleeps_while_a_group_fills(monkeypatch):
 
 
 def test_predictions_and_the_limits_that_they_set_are_shown():
-    t = tiny(itl_slo_s=1e-9, overlap=False, max_queued=30)
+    t = tiny(itl_slo_s=1e-9, overlap=False, max_queued=30, max_num_seqs=5, classes=(BULK,))
     assert t.value("budget_reason", reason="fixed limits") == 1
     for i in range(30):
-        t.engine.add(asking(f"r{i}", [i + 1] * 9, 10))
+        t.engine.add(asking(f"r{i}", [i + 1] * 9, 10, request_class="bulk"))
     reasons = set()
     while t.engine.has_work:
         t.engine.step()
