@@ -29,6 +29,10 @@ MAY_IMPORT = {
     "jserve.runner": ("jserve.runner", "jserve.models", "pallas_kernels", "scheduler"),
     "jserve.engine": ("jserve.engine", "jserve.text", "scheduler"),
     "jserve.server": ("jserve.server", "jserve.engine", "jserve.flags", "jserve.build"),
+    "jserve.sim": (
+        *("jserve.sim", "jserve.bench", "jserve.flags", "jserve.engine.step_log", "scheduler"),
+        *("jserve.models.config", "jserve.models.families", "pallas_kernels.devices"),
+    ),
     "jserve.errors": (),
     "jserve.config": ("scheduler.config",),
     "jserve.sampling_params": (),
@@ -48,6 +52,7 @@ WITHOUT_JAX = (
     *("jserve", "jserve.config", "jserve.errors", "jserve.messages", "jserve.sampling_params"),
     *("jserve.llm", "jserve.offline", "jserve.flags", "jserve.openai_format", "jserve.client"),
     *("jserve.engine", "jserve.text", "jserve.server", "jserve.batch", "scheduler"),
+    "jserve.sim",
 )
 
 

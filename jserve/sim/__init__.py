@@ -1,0 +1,1 @@
+"""The simulator's surroundings: request traces in, figures, tables and pictures out."""
