@@ -27,6 +27,7 @@ from jserve.errors import (
 )
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.sampling_params import SamplingParams
+from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
 from jserve.server.wire import request_to_proto, update_from_proto
 
@@ -50,6 +51,7 @@ class GenerateClient:
             target, options=[("grpc.max_receive_message_length", -1)]
         )
         self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._cache = generate_pb2_grpc.CacheServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> GenerateClient:
@@ -84,6 +86,14 @@ class GenerateClient:
             return update_from_proto(
                 await self._stub.Generate(message, timeout=_call_timeout(request))
             )
+        except grpc.aio.AioRpcError as error:
+            raise _as_jserve_error(error) from None
+
+    async def reset_prefix_cache(self) -> bool:
+        """Makes the server forget all cached prefixes; False while requests use any of them. It
+        must run with --enable_cache_service."""
+        try:
+            return (await self._cache.ResetPrefixCache(pb.ResetPrefixCacheRequest())).done
         except grpc.aio.AioRpcError as error:
             raise _as_jserve_error(error) from None
 

@@ -77,6 +77,7 @@ class ServerSettings:
     metrics_port: int = 0  # 0: no Prometheus endpoint
     drain_timeout_s: float = 30.0
     max_message_bytes: int = 4 * 2**20
+    enable_cache_service: bool = False  # reset and KV events, for operators and routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,8 @@ HELP: dict[str, dict[str, str]] = {
         "metrics_port": "Prometheus port, same host; 0: no endpoint.",
         "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
         "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED.",
+        "enable_cache_service": "Serve jserve.v1.CacheService: reset of the prefix cache, and its "
+        "events, which show the tokens of every prompt to whoever can connect.",
     },
     "log": {
         "step_log": "File for one record per step, replaced at each start; empty: none.",

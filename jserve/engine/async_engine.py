@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ class AsyncEngine:
         finally:
             self._calls.discard(done)
 
-    async def kv_events(self, max_batches: int = MAX_BATCHES) -> AsyncIterator[KvEventBatch]:
+    async def kv_events(self, max_batches: int = MAX_BATCHES) -> AsyncGenerator[KvEventBatch, None]:
         """Yields what enters and leaves the prefix cache, for ever; first all that is in it. A
         reader that leaves `max_batches` unread is told all anew. Raises EngineDead."""
         self._check_open()

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
 from jserve.config import ServerSettings
-from jserve.errors import ConfigError, DeadlineExceeded, EngineDead, InvalidRequest, wire_code
+from jserve.errors import ConfigError, DeadlineExceeded, EngineDead, InvalidRequest
 from jserve.messages import GenerateRequest, RequestUpdate
+from jserve.server.cache_service import CACHE_SERVICE, CacheService, CachingEngine
 from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
+from jserve.server.identity import identity_of
 from jserve.server.proto import generate_pb2 as pb
+from jserve.server.status import end_with_status
 from jserve.server.wire import joined, request_from_proto, update_to_proto
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"].full_name
-MAX_DETAIL_CHARS = 1000  # a status travels in trailers, which peers limit to 8 KiB in all
-
-logger = logging.getLogger(__name__)
 
 
 class RequestStream(Protocol):
@@ -33,7 +32,7 @@ class RequestStream(Protocol):
     def abort(self) -> None: ...  # may be called at any time, also after the end
 
 
-class Engine(Protocol):
+class Engine(CachingEngine, Protocol):
     """What the front ends need of an engine."""
 
     @property
@@ -65,6 +64,12 @@ class GenerateService:
         """Answers new calls with UNAVAILABLE and `reason`; running ones go on."""
         self._closed_because = reason
 
+    def engine(self) -> Engine:
+        """Returns the engine that serves new calls. Raises EngineDead while there is none."""
+        if self._closed_because or self._engine is None:
+            raise EngineDead(self._closed_because)
+        return self._engine
+
     @property
     def is_ready(self) -> bool:
         return not self._closed_because and self._engine is not None and self._engine.is_ready
@@ -78,7 +83,7 @@ class GenerateService:
                 whole = joined([update async for update in updates])
             return update_to_proto(whole, return_prompt_token_ids=_wants_prompt_ids(message))
         except Exception as error:
-            await _end_with_status(context, error)
+            await end_with_status(context, error)
 
     async def generate_stream(
         self, message: pb.GenerateRequest | InvalidRequest, context: grpc.aio.ServicerContext
@@ -91,7 +96,7 @@ class GenerateService:
                         update, return_prompt_token_ids=_wants_prompt_ids(message)
                     )
         except Exception as error:
-            await _end_with_status(context, error)
+            await end_with_status(context, error)
 
     async def _updates(
         self, message: pb.GenerateRequest | InvalidRequest, context: grpc.aio.ServicerContext
@@ -101,9 +106,8 @@ class GenerateService:
         if isinstance(message, InvalidRequest):
             raise message
         request = request_from_proto(message)
-        if self._closed_because or self._engine is None:
-            raise EngineDead(self._closed_because)
-        stream = await self._engine.submit(_with_call_deadline(request, context))
+        request = dataclasses.replace(request, identity=identity_of(context))
+        stream = await self.engine().submit(_with_call_deadline(request, context))
         finished = False
         try:
             async for update in stream:
@@ -154,7 +158,11 @@ def create_server(
     )
     service.add_to(server)
     add_health(health, server)
-    reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    services = [SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+    if settings.enable_cache_service:
+        CacheService(service.engine).add_to(server)
+        services.append(CACHE_SERVICE)
+    reflection.enable_server_reflection(services, server)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         port = server.add_insecure_port(f"{host}:{settings.port}")
@@ -187,17 +195,3 @@ def _with_call_deadline(
     if remaining <= 0:
         raise DeadlineExceeded("the call's deadline passed before the request was read")
     return dataclasses.replace(request, timeout_s=remaining)
-
-
-async def _end_with_status(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):  # a status is set already
-        raise error
-    code = grpc.StatusCode[wire_code(error).grpc]
-    details = str(error)
-    if code is grpc.StatusCode.INTERNAL:
-        logger.error("a call failed", exc_info=error)
-        details = f"internal error ({type(error).__name__}); the server's log has the details"
-    if len(details) > MAX_DETAIL_CHARS:
-        details = details[:MAX_DETAIL_CHARS] + "..."
-    await context.abort(code, details)
-    raise AssertionError("abort always raises")

@@ -34,7 +34,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
       InvalidRequest: no input, an undefined field (also one of the wrong wire type, which protobuf
         keeps as an unknown field), or a value out of its range.
     """
-    _refuse_unknown_fields(message)
+    refuse_unknown_fields(message)
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("the request has no input; give one of prompt, token_ids or chat")
@@ -192,7 +192,8 @@ def _sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**{"max_tokens": None, **given})
 
 
-def _refuse_unknown_fields(message: Message) -> None:
+def refuse_unknown_fields(message: Message) -> None:
+    """Raises InvalidRequest for a field that is not defined, with its number."""
     for unknown in UnknownFieldSet(message):
         raise InvalidRequest(
             f"{message.DESCRIPTOR.name} has field number {unknown.field_number}, which this server "
@@ -201,4 +202,4 @@ def _refuse_unknown_fields(message: Message) -> None:
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
             for part in value if field.is_repeated else (value,):
-                _refuse_unknown_fields(part)
+                refuse_unknown_fields(part)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
+from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
@@ -94,6 +95,9 @@ class FakeEngine:
         self.live: list[FakeStream] = []
         self.abort_calls: list[str] = []
         self.num_emitted = 0
+        self.num_resets = 0
+        self.kv_batches: list[KvEventBatch] = []  # what a reader gets before it waits for ever
+        self.num_kv_readers = 0
         self.padding = ""  # added to each token's text
         self._names = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +136,19 @@ class FakeEngine:
     def _emit(self, stream: FakeStream) -> None:
         self.num_emitted += 1
         stream.emit()
+
+    async def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
+        return not self.live
+
+    async def kv_events(self) -> AsyncGenerator[KvEventBatch, None]:
+        self.num_kv_readers += 1
+        try:
+            for batch in self.kv_batches:
+                yield batch
+            await asyncio.Event().wait()
+        finally:
+            self.num_kv_readers -= 1
 
     async def drain(self, timeout_s: float) -> None:
         self.is_ready = False

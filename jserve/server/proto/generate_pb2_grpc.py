@@ -141,3 +141,128 @@ class GenerateService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CacheServiceStub(object):
+    """For operators and routers: open only with --enable_cache_service, as it shows the tokens of every
+    prompt to whoever can connect.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ResetPrefixCache = channel.unary_unary(
+                '/jserve.v1.CacheService/ResetPrefixCache',
+                request_serializer=jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.KvEvents = channel.unary_stream(
+                '/jserve.v1.CacheService/KvEvents',
+                request_serializer=jserve_dot_server_dot_proto_dot_generate__pb2.KvEventsRequest.SerializeToString,
+                response_deserializer=jserve_dot_server_dot_proto_dot_generate__pb2.KvEventBatch.FromString,
+                _registered_method=True)
+
+
+class CacheServiceServicer(object):
+    """For operators and routers: open only with --enable_cache_service, as it shows the tokens of every
+    prompt to whoever can connect.
+    """
+
+    def ResetPrefixCache(self, request, context):
+        """Forgets all cached prefixes. `done` is false, and nothing changes, while requests use any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KvEvents(self, request, context):
+        """What enters and leaves the prefix cache, for as long as the call lasts. The first batch, and any
+        after a gap in `sequence`, which a reader that is too slow finds, begins with `cleared` and tells
+        all that is cached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'KvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.KvEvents,
+                    request_deserializer=jserve_dot_server_dot_proto_dot_generate__pb2.KvEventsRequest.FromString,
+                    response_serializer=jserve_dot_server_dot_proto_dot_generate__pb2.KvEventBatch.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'jserve.v1.CacheService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('jserve.v1.CacheService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheService(object):
+    """For operators and routers: open only with --enable_cache_service, as it shows the tokens of every
+    prompt to whoever can connect.
+    """
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jserve.v1.CacheService/ResetPrefixCache',
+            jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
+            jserve_dot_server_dot_proto_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jserve.v1.CacheService/KvEvents',
+            jserve_dot_server_dot_proto_dot_generate__pb2.KvEventsRequest.SerializeToString,
+            jserve_dot_server_dot_proto_dot_generate__pb2.KvEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

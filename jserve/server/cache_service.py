@@ -1,0 +1,100 @@
+"""The service for operators and routers: reset of the prefix cache, and its events. Knows messages
+and the engine's calls: not what a page is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from typing import Protocol
+
+import grpc
+
+from jserve.engine.kv_events import KvEvent, KvEventBatch, Removed, Stored
+from jserve.server.proto import generate_pb2 as pb
+from jserve.server.proto import generate_pb2_grpc
+from jserve.server.status import end_with_status
+from jserve.server.wire import refuse_unknown_fields
+
+CACHE_SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+MAX_TOKENS = 32_768  # of one message: far below the 4 MiB that a client takes
+
+
+class CachingEngine(Protocol):
+    """What the service needs of an engine; both raise EngineDead."""
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+    def kv_events(self) -> AsyncGenerator[KvEventBatch, None]: ...
+
+
+class CacheService(generate_pb2_grpc.CacheServiceServicer):
+    """jserve.v1.CacheService. `engine` returns the engine, or raises EngineDead without one."""
+
+    def __init__(self, engine: Callable[[], CachingEngine]) -> None:
+        self._engine = engine
+
+    async def ResetPrefixCache(
+        self, message: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResetPrefixCacheResponse:
+        try:
+            refuse_unknown_fields(message)
+            return pb.ResetPrefixCacheResponse(done=await self._engine().reset_prefix_cache())
+        except Exception as error:
+            await end_with_status(context, error)
+
+    async def KvEvents(
+        self, message: pb.KvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.KvEventBatch]:
+        try:
+            refuse_unknown_fields(message)
+            async with aclosing(self._engine().kv_events()) as batches:
+                async for batch in batches:
+                    for part in batch_to_proto(batch):
+                        yield part
+        except Exception as error:
+            await end_with_status(context, error)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        generate_pb2_grpc.add_CacheServiceServicer_to_server(self, server)
+
+
+def batch_to_proto(batch: KvEventBatch, max_tokens: int = MAX_TOKENS) -> Iterator[pb.KvEventBatch]:
+    """Yields the messages of a batch, each with `max_tokens` or little more."""
+    message, num_tokens = pb.KvEventBatch(sequence=batch.sequence), 0
+    for event in batch.events:
+        for part in _parts(event, max_tokens):
+            if num_tokens >= max_tokens:
+                yield message
+                message, num_tokens = pb.KvEventBatch(sequence=batch.sequence), 0
+            message.events.append(_event_to_proto(part))
+            num_tokens += len(part.token_ids) if isinstance(part, Stored) else 1
+    yield message
+
+
+def _parts(event: KvEvent, max_tokens: int) -> Iterator[KvEvent]:
+    """Cuts a run of stored pages into several that follow each other."""
+    if not isinstance(event, Stored):
+        yield event
+        return
+    parent, digests, token_ids = event
+    page_size = len(token_ids) // len(digests)
+    step = max(max_tokens // page_size, 1)
+    for at in range(0, len(digests), step):
+        some = digests[at : at + step]
+        yield Stored(parent, some, token_ids[at * page_size : (at + step) * page_size])
+        parent = some[-1]
+
+
+def _event_to_proto(event: KvEvent) -> pb.KvEvent:
+    if isinstance(event, Stored):
+        return pb.KvEvent(
+            stored=pb.PagesStored(
+                page_hashes=event.digests,
+                parent_hash=event.parent,
+                token_ids=event.token_ids,
+                page_size=len(event.token_ids) // len(event.digests),
+            )
+        )
+    if isinstance(event, Removed):
+        return pb.KvEvent(removed=pb.PagesRemoved(page_hashes=event.digests))
+    return pb.KvEvent(cleared=pb.CacheCleared())

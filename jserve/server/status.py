@@ -1,0 +1,29 @@
+"""How a call ends that failed: which status, which words. Knows errors and gRPC: no service."""
+
+from __future__ import annotations
+
+import logging
+from typing import NoReturn
+
+import grpc
+
+from jserve.errors import wire_code
+
+MAX_DETAIL_CHARS = 1000  # a status travels in trailers, which peers limit to 8 KiB in all
+
+logger = logging.getLogger(__name__)
+
+
+async def end_with_status(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """Ends the call with the status that `error` stands for."""
+    if isinstance(error, grpc.aio.AbortError):  # a status is set already
+        raise error
+    code = grpc.StatusCode[wire_code(error).grpc]
+    details = str(error)
+    if code is grpc.StatusCode.INTERNAL:
+        logger.error("a call failed", exc_info=error)
+        details = f"internal error ({type(error).__name__}); the server's log has the details"
+    if len(details) > MAX_DETAIL_CHARS:
+        details = details[:MAX_DETAIL_CHARS] + "..."
+    await context.abort(code, details)
+    raise AssertionError("abort always raises")
