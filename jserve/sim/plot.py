@@ -26,7 +26,6 @@ BLUE, ORANGE, GREEN, PURPLE, RED, GREY = (
 )
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 _INK = "#1f2328"  # text and axes; the page gives it the colour of its own text
-_IDLE_S = 1e-6  # a longer pause between records is drawn as one
 _LEAST_S = 1e-6  # what is less is drawn there: the axis is logarithmic
 MAX_SERIES = 6
 _TPOT = "TPOT p95, ms"
@@ -126,7 +125,7 @@ def _time_axis(ax: Axes, least: float, most: float) -> None:
 def timeline_figure(timeline: Timeline, limits: Limits) -> Figure:
     """Draws what the steps held over time: rows, prompt tokens, pages, requests, durations."""
     columns = timeline.columns()
-    show = _Pieces(columns)
+    show = Pieces(columns)
     figure = figure_class()(figsize=(11, 9), layout="constrained")
     rows, prefill, pages, requests, times = figure.subplots(5, 1, sharex=True)
 
@@ -150,12 +149,15 @@ def timeline_figure(timeline: Timeline, limits: Limits) -> Figure:
     show.line(requests, show.of("waiting"), RED, "waiting")
     requests.set(title="Requests")
 
-    if columns["steps"].max() > 1:
+    is_merged = columns["steps"].max() > 1
+    if is_merged:
         show.line(times, 1e3 * show.of("max_step_s", pause=np.nan), ORANGE, "longest")
     mean_s = columns["busy_s"] / np.maximum(columns["steps"], 1)
-    show.line(times, 1e3 * show.piecewise(mean_s, np.nan), BLUE, "mean")
-    if columns["predicted_s"].any():
-        show.line(times, 1e3 * show.of("predicted_s", pause=np.nan), GREEN, "predicted")
+    show.line(times, 1e3 * show.piecewise(mean_s, np.nan), BLUE, "mean" if is_merged else "actual")
+    predicted_s = columns["predicted_s"]
+    if (predicted_s > _LEAST_S).any():
+        known_s = np.where(predicted_s > _LEAST_S, predicted_s, np.nan)  # else: no model yet
+        show.line(times, 1e3 * show.piecewise(known_s, np.nan), GREEN, "predicted")
     times.set(title="Step time, ms", xlabel="seconds")
     for ax in (rows, prefill, pages, requests, times):
         ax.set_ylim(bottom=0)
@@ -164,16 +166,17 @@ def timeline_figure(timeline: Timeline, limits: Limits) -> Figure:
     return figure
 
 
-class _Pieces:
+class Pieces:
     """Draws a timeline's records, and the pauses between them, as pieces of constant value."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         start_s, end_s = columns["start_s"], columns["end_s"]
         self._columns = columns
-        pauses = np.flatnonzero(start_s[1:] - end_s[:-1] > _IDLE_S)
+        shortest_s = 0.5 * np.median(end_s - start_s)  # that is worth drawing
+        pauses = np.flatnonzero(start_s[1:] - end_s[:-1] > shortest_s)
         self._pick = np.insert(np.arange(len(start_s)), pauses + 1, -1)  # the last one: a pause
         edges = np.append(np.insert(start_s, pauses + 1, end_s[pauses]), end_s[-1:])
-        self._edges = np.maximum.accumulate(edges)
+        self.edges = np.maximum.accumulate(edges)
 
     def of(self, name: str, pause: float = 0.0, held: bool = False) -> np.ndarray:
         """Returns a column's value per piece; a pause has `pause`, or what was before if `held`."""
@@ -187,14 +190,14 @@ class _Pieces:
         return np.append(values, pause)[self._pick]
 
     def line(self, ax: Axes, values: np.ndarray, color: str, label: str) -> None:
-        ax.stairs(values, self._edges, color=color, label=label, baseline=None, linewidth=1.1)
+        ax.stairs(values, self.edges, color=color, label=label, baseline=None, linewidth=1.1)
 
     def area(
         self, ax: Axes, values: np.ndarray, color: str, label: str, above: np.ndarray | None = None
     ) -> None:
         base = np.zeros_like(values) if above is None else above
         style: Any = {"color": color, "alpha": 0.45, "linewidth": 0}
-        ax.stairs(values, self._edges, baseline=base, fill=True, label=label, **style)
+        ax.stairs(values, self.edges, baseline=base, fill=True, label=label, **style)
 
 
 def _capacity(ax: Axes, title: str, most: int, what: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from absl import flags
 from PIL import Image
@@ -18,6 +19,7 @@ from jserve.engine.step_log import FIELDS
 from jserve.errors import ConfigError
 from jserve.sim.main import define_flags, simulate_from_flags
 from jserve.sim.model_size import model_size, read_model_config
+from jserve.sim.plot import Pieces
 from jserve.sim.setup import scheduler_config, setup_from_flags
 from scheduler.step_shape import StepShape
 from tests.sim.test_step_log import a_log
@@ -263,6 +265,15 @@ def test_the_page_of_a_step_log_draws_it_without_simulating(tmp_path, capsys):
     assert "model tiny" in page
     assert {"predicted", "decode rows"} <= texts(timeline)
     assert "without prompts" in capsys.readouterr().out
+
+
+def test_a_pause_between_steps_is_drawn_as_one():
+    start_s, end_s = np.array([0.0, 1.0, 5.0]), np.array([1.0, 2.0, 6.0])
+    pages = np.array([3.0, 7.0, 2.0])
+    pieces = Pieces({"start_s": start_s, "end_s": end_s, "pages_cached": pages})
+    assert pieces.of("pages_cached").tolist() == [3, 7, 0, 2]
+    assert pieces.of("pages_cached", held=True).tolist() == [3, 7, 7, 2]
+    assert pieces.edges.tolist() == [0, 1, 2, 5, 6]
 
 
 def test_an_empty_step_log_is_refused(tmp_path):
