@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.checkpoint.source import Checkpoint
-from jserve.config import EngineConfig, parse_classes, parse_weights
+from jserve.config import EngineConfig, LogSettings, parse_classes, parse_weights
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.request_log import RequestLog
+from jserve.engine.step_log import StepLog
 from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import BEST_LOOP, LayerLoop
@@ -68,6 +70,7 @@ def build_engine(config: EngineConfig) -> Engine:
     begin = time.perf_counter()
     if config.scheduler.policy not in POLICIES:
         raise ConfigError(f"policy={config.scheduler.policy!r}; use one of {', '.join(POLICIES)}")
+    logs = _open_logs(config.log)
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(checkpoint)
@@ -111,6 +114,7 @@ def build_engine(config: EngineConfig) -> Engine:
         metrics=metrics,
         overlap=config.scheduler.overlap,
         max_queued_requests=config.scheduler.max_queued_requests,
+        **logs,
     )
     on_each_compilation(metrics.on_compilation)
     give_back_memory()
@@ -121,6 +125,18 @@ def build_engine(config: EngineConfig) -> Engine:
         time.perf_counter() - loaded,
     )
     return engine
+
+
+def _open_logs(settings: LogSettings) -> dict[str, Any]:
+    """Opens the engine's logs, so that a bad path is known before minutes are spent."""
+    logs: dict[str, Any] = {}
+    if settings.step_log:
+        logs["step_log"] = StepLog(settings.step_log)
+    if settings.request_log:
+        logs["request_log"] = RequestLog(
+            settings.request_log, with_prompts=settings.request_log_prompts
+        )
+    return logs
 
 
 def _set_up_jax(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from jserve.build import build_engine
 from jserve.errors import ConfigError
 from jserve.llm import engine_config
+from jserve.messages import GenerateRequest
 from jserve.runner.platform import set_compiler_flags
 from pallas_kernels.ragged_paged_attention import reference
+from scheduler.config import RequestClass
 from tests.e2e.real_engine import SETTINGS, model
 
 LIBTPU_FLAG = "--xla_tpu_impure_enable_large_2nd_minor_layout"
@@ -48,3 +51,58 @@ def test_compiler_flags_are_added_once_and_never_override(monkeypatch):
 def read_flags() -> list[str]:
 
     return os.environ["LIBTPU_INIT_ARGS"].split()
+
+
+def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(tmp_path):
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "requests.jsonl"
+    engine = build_engine(
+        engine_config(
+            model=str(model("chain").folder),
+            request_classes="chat:itl_slo_ms=40;bulk:priority=7",
+            batching="dynamic",
+            batch_window_ms=20,
+            prefill_first=True,
+            long_prompt_tokens=40,
+            max_long_prompts=2,
+            long_prompt_share=0.25,
+            itl_slo_ms=60,
+            ttft_slo_ms=900,
+            min_prefill_tokens=8,
+            kv_watermark=0.1,
+            max_queued_tokens=4000,
+            queue_timeout_s=9,
+            swap_space_bytes=2**20,
+            step_log=str(steps),
+            request_log=str(requests),
+            **SETTINGS,
+        )
+    )
+    limits = engine.scheduler.config
+    assert limits.classes == (
+        RequestClass(name="chat", itl_slo_s=0.04),
+        RequestClass(name="bulk", priority=7),
+    )
+    assert (limits.batching, limits.batch_window_s, limits.prefill_first) == ("dynamic", 0.02, True)
+    assert (limits.long_prompt_tokens, limits.max_long_prompts) == (40, 2)
+    assert (limits.long_prompt_share, limits.min_prefill_tokens) == (0.25, 8)
+    assert (limits.itl_slo_s, limits.ttft_slo_s, limits.watermark) == (0.06, 0.9, 0.1)
+    assert limits.max_queued_tokens == 4000
+    pool = engine._runner._state.kv_pool
+    assert limits.num_host_pages == 2**20 // (pool.nbytes // limits.num_pages) > 0
+    engine.add(GenerateRequest(prompt_token_ids=[1], request_class="bulk"))
+    [request] = engine.scheduler.waiting
+    assert (request.priority, request.queue_deadline) == (7, request.arrival_time + 9)
+    engine.close()
+    assert json.loads(steps.read_text().splitlines()[0])["step_log"] == 1
+    assert json.loads(requests.read_text())["finish_reason"] == "abort"
+
+
+def test_a_swap_space_below_one_page_is_refused_with_what_a_page_needs():
+    config = engine_config(model=str(model("chain").folder), swap_space_bytes=1, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"swap_space_bytes=1 holds no KV page; give \d+ or more"):
+        build_engine(config)
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="--step_log=/nowhere/steps cannot be written"):
+        build_engine(engine_config(model="/no model", step_log="/nowhere/steps"))
