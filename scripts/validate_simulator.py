@@ -1,0 +1,195 @@
+#!/usr/bin/env python
+"""Compares the simulator with the real engine: the same requests at the same times through both.
+
+    python scripts/validate_simulator.py --model=smollm2-135m --num_requests=96
+
+First the engine runs a calibration load, whose step log gives the model of step times. Then three
+loads: 16 requests kept in the engine, Poisson arrivals at --utilisation of what that served, and
+the same rate in bursts. Each is run --repeats times in the engine and once simulated; shown are
+medians of the runs, the simulator's figures, and the relative errors. The exit code is 1 when
+throughput is off by more than 10 % or a latency by more than 15 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+from jserve.sim.step_log import read_step_log
+
+from jserve.bench.direct import load_engine
+from jserve.bench.load import RequestResult
+from jserve.bench.workload import Lengths, RequestDefaults, arrival_times, synthetic
+from jserve.build import build_engine
+from jserve.engine.engine import Engine
+from jserve.engine.line_log import FLUSH_S
+from jserve.llm import engine_config
+from jserve.messages import GenerateRequest
+from scheduler.request import Request, SamplingView
+from scheduler.simulator import simulate
+from scheduler.step_time import FittedStepTime
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m", "What the engine runs.")
+_REQUESTS = flags.DEFINE_integer("num_requests", 96, "Requests per load.", lower_bound=8)
+_INPUT = flags.DEFINE_string("input_len", "64:192", "Prompt lengths.")
+_OUTPUT = flags.DEFINE_string("output_len", "32:96", "Output lengths.")
+_CONCURRENCY = flags.DEFINE_integer("concurrency", 16, "Of the closed loop.", lower_bound=1)
+_UTILISATION = flags.DEFINE_float("utilisation", 0.7, "Share of the capacity that open loops use.")
+_BURSTINESS = flags.DEFINE_float("burstiness", 0.25, "Shape of the gaps' gamma distribution.")
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of the engine per load.", lower_bound=1)
+_VOCAB = flags.DEFINE_integer("vocab_size", 49152, "Prompts are drawn from so many token ids.")
+
+THROUGHPUT_LIMIT, LATENCY_LIMIT = 0.10, 0.15
+
+Figures = dict[str, float]
+
+
+class Observed:
+    """A simulation's recorder that keeps what is compared, every gap by itself."""
+
+    def __init__(self) -> None:
+        self.ttft_s: list[float] = []
+        self.gaps_s: list[np.ndarray] = []
+        self.end_s = 0.0
+
+    def on_steps(self, *args: object) -> None: ...
+
+    def on_preemption(self, request: Request, cause: str) -> None: ...
+
+    def on_gaps(self, gaps_s: np.ndarray, count: int) -> None:
+        self.gaps_s.append(np.repeat(gaps_s, count))
+
+    def on_first_token(self, request: Request, ttft_s: float) -> None:
+        self.ttft_s.append(ttft_s)
+
+    def on_finish(
+        self, request: Request, finish_s: float, ttft_s: float | None, last_token_s: float | None
+    ) -> None:
+        self.end_s = finish_s
+
+
+def figures(ttft_s: Sequence[float], gaps_s: np.ndarray, num_tokens: int, end_s: float) -> Figures:
+    ttft, itl = (np.quantile(x, (0.5, 0.95)) * 1e3 for x in (ttft_s, gaps_s))
+    return {
+        "throughput": num_tokens / end_s,
+        "TTFT p50": ttft[0],
+        "TTFT p95": ttft[1],
+        "ITL p50": itl[0],
+        "ITL p95": itl[1],
+    }
+
+
+def drawn(num: int, seed: int) -> list[GenerateRequest]:
+    return synthetic(
+        num,
+        Lengths(_INPUT.value),
+        Lengths(_OUTPUT.value),
+        vocab_size=_VOCAB.value,
+        defaults=RequestDefaults(),
+        seed=seed,
+    )
+
+
+def of_engine(results: Sequence[RequestResult]) -> Figures:
+    ttft = [r.ttft_s for r in results if r.ttft_s is not None]
+    gaps = np.concatenate([r.gaps_s for r in results])
+    num_tokens = sum(r.usage.completion_tokens for r in results)
+    return figures(ttft, gaps, num_tokens, max(r.end_s for r in results))
+
+
+def of_simulator(
+    engine: Engine,
+    model: FittedStepTime,
+    requests: Sequence[GenerateRequest],
+    due_s: Sequence[float],
+    closed_loop: int,
+) -> Figures:
+    record = Observed()
+    arriving = (
+        Request(
+            str(i),
+            np.array(request.prompt_token_ids, np.int32),
+            SamplingView(request.sampling.max_tokens or 1),
+            arrival_time=due,
+        )
+        for i, (request, due) in enumerate(zip(requests, due_s, strict=True))
+    )
+    simulate(engine.scheduler.config, model, arriving, record, closed_loop=closed_loop)
+    num_tokens = sum(request.sampling.max_tokens or 1 for request in requests)
+    return figures(record.ttft_s, np.concatenate(record.gaps_s), num_tokens, record.end_s)
+
+
+def calibrate(engine: Engine, step_log: str) -> tuple[FittedStepTime, float]:
+    """Returns the model of step times and the requests per second that the engine serves."""
+    num = _REQUESTS.value
+    burst = drawn(num // 2, seed=101)
+    load_engine(engine, burst, arrival_times(len(burst), 1.5, _BURSTINESS.value, seed=101))
+    closed = drawn(num // 2, seed=102)
+    results = load_engine(engine, closed, [0.0] * len(closed), _CONCURRENCY.value)
+    time.sleep(2 * FLUSH_S)  # the log is written in the background
+    log = read_step_log(step_log)
+    model = FittedStepTime.fit(log.samples(), log.buckets)
+    errors = [model.predict(shape) / seconds - 1 for shape, seconds in log.samples()]
+    print(
+        f"calibration: {len(errors)} steps, median error of the fit {np.median(np.abs(errors)):.1%}"
+    )
+    return model, len(closed) / max(r.end_s for r in results)
+
+
+def compare(name: str, runs: Sequence[Figures], simulated: Figures) -> list[str]:
+    """Prints one load's table; returns what is off by more than its limit."""
+    missed = []
+    print(f"\n{name:<28}{'engine':>10}{'(range)':>18}{'simulated':>11}{'error':>8}")
+    for key, value in simulated.items():
+        real = [run[key] for run in runs]
+        middle = statistics.median(real)
+        error = value / middle - 1
+        unit = "tokens/s" if key == "throughput" else "ms"
+        print(
+            f"  {key + ', ' + unit:<26}{middle:>10.1f}{f'{min(real):.1f}-{max(real):.1f}':>18}"
+            f"{value:>11.1f}{error:>+8.1%}"
+        )
+        if abs(error) > (THROUGHPUT_LIMIT if key == "throughput" else LATENCY_LIMIT):
+            missed.append(f"{name}: {key} {error:+.1%}")
+    return missed
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    with tempfile.TemporaryDirectory() as folder:
+        step_log = str(Path(folder) / "steps.jsonl")
+        engine = build_engine(
+            engine_config(model=_MODEL.value, enable_prefix_cache=False, step_log=step_log)
+        )
+        load_engine(engine, drawn(8, seed=100), [0.0] * 8)  # warms caches
+        model, capacity = calibrate(engine, step_log)
+        rate = _UTILISATION.value * capacity
+        print(f"capacity {capacity:.2f} requests/s; open loops at {rate:.2f}")
+        num = _REQUESTS.value
+        loads = {
+            f"closed loop of {_CONCURRENCY.value}": ([0.0] * num, _CONCURRENCY.value),
+            "Poisson": (arrival_times(num, rate, 1.0, seed=1), 0),
+            "bursts": (arrival_times(num, rate, _BURSTINESS.value, seed=2), 0),
+        }
+        missed = []
+        requests = drawn(num, seed=7)
+        for name, (due_s, closed) in loads.items():
+            runs = [
+                of_engine(load_engine(engine, requests, due_s, closed))
+                for _ in range(_REPEATS.value)
+            ]
+            simulated = of_simulator(engine, model, requests, due_s, closed)
+            missed += compare(name, runs, simulated)
+        engine.close()
+    print("\nbeyond the limits: " + ("; ".join(missed) or "nothing"))
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    app.run(main)
