@@ -23,10 +23,12 @@ from jserve.bench.direct import load_engine
 from jserve.bench.load import RequestResult
 from jserve.build import build_engine
 from jserve.engine.engine import Engine
+from jserve.engine.input_processor import InputProcessor
 from jserve.engine.metrics import EngineMetrics
 from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
+from jserve.text.chat import chat_template_of
 from scheduler.config import RequestClass
 from scheduler.packer import Packer
 from scheduler.scheduler import Scheduler
@@ -43,6 +45,7 @@ Load = list[tuple[float, str, str, GenerateRequest]]  # due seconds, kind, tenan
 UNCHUNKED = 2048
 INTERACTIVE_TTFT_S, INTERACTIVE_ITL_S = 1.5, 0.2  # the targets of case overload
 STARVATION_S = 20.0
+CLASSES = (RequestClass(name="interactive"), RequestClass(name="batch"))
 
 
 class Bench:
@@ -60,14 +63,20 @@ class Bench:
 
     def run(self, load: Load, **limits: Any) -> list[RequestResult]:
         built = self._built
-        chunked = {"max_num_batched_tokens": 512, "prefill_chunk": 256}
-        config = dataclasses.replace(built.scheduler.config, **(chunked | limits))
+        usual = {"max_num_batched_tokens": 512, "prefill_chunk": 256, "classes": CLASSES}
+        config = dataclasses.replace(built.scheduler.config, **(usual | limits))
         scheduler = Scheduler(config, built.scheduler.step_time)  # what it has learnt stays
         engine = Engine(
-            processor=built.processor,
+            processor=InputProcessor(
+                built.tokenizer,
+                chat_template_of(built.tokenizer),
+                built.processor.limits,
+                scheduler.why_too_large,
+                classes=config.classes,
+            ),
             scheduler=scheduler,
-            packer=Packer(config, built.packer.buckets),
-            runner=built.runner,
+            packer=Packer(config, built._packer.buckets),
+            runner=built._runner,
             metrics=EngineMetrics(),
             overlap=True,
             max_queued_requests=100_000,
@@ -147,14 +156,13 @@ def overload(bench: Bench) -> None:
     load += poisson("batch", (128, 64), 1.4 * capacity, seconds, seed=4)
     load.sort(key=lambda entry: entry[0])
     targets = {"ttft_slo_s": INTERACTIVE_TTFT_S, "itl_slo_s": INTERACTIVE_ITL_S}
-    plain = (RequestClass(name="interactive"), RequestClass(name="batch"))
     ranked = (RequestClass(name="interactive"), RequestClass(name="batch", priority=10))
     capped = (
         RequestClass(name="interactive", **targets),
         RequestClass(name="batch", priority=10, max_num_seqs=8),
     )
     settings: dict[str, dict[str, Any]] = {
-        "fcfs": {"policy": "fcfs", "classes": plain},
+        "fcfs": {"policy": "fcfs"},
         "priority": {"classes": ranked},
         f"priority, bound {STARVATION_S:.0f} s": {
             "classes": ranked,
@@ -163,7 +171,7 @@ def overload(bench: Bench) -> None:
         "priority, targets, batch <= 8": {"classes": capped},
     }
     print(
-        f"\n2x overload for {seconds:.0f} s: interactive within TTFT {INTERACTIVE_TTFT_S} s and mean "
+        f"\n2x overload for {seconds:.0f} s: interactive in TTFT {INTERACTIVE_TTFT_S} s, mean "
         f"ITL {INTERACTIVE_ITL_S * 1e3:.0f} ms; its TTFT p50 / p95 ms; batch queue p50 / max s; end"
     )
     for name, limits in settings.items():
@@ -194,7 +202,7 @@ def flood(bench: Bench) -> None:
     asked = sum(tenant != "flood" for _, _, tenant, _ in load)
     print(
         f"\nflood: one tenant sends {count} requests at once, three others {asked} over "
-        f"{seconds:.0f} s, 0.6 of capacity; their TTFT p50 / p95 ms, done by then, share of all done"
+        f"{seconds:.0f} s, 0.6 of capacity; their TTFT p50 / p95 ms, done by then, share of done"
     )
     for name, limits in {"fcfs": {"policy": "fcfs"}, "fair": {"policy": "fair"}}.items():
         results = bench.run(load, **limits)
