@@ -71,7 +71,8 @@ class Preemption:
         return True
 
     def _recompute_s(self, num_tokens: int) -> float:
-        chunk = min(num_tokens, self._config.prefill_chunk)
+        config = self._config
+        chunk = min(num_tokens, config.prefill_chunk, config.max_num_batched_tokens)
         middle = StepShape(1, 0, chunk, (num_tokens + chunk) // 2, chunk * num_tokens // 2)
         return self._step_time.predict(middle) * num_tokens / chunk
 

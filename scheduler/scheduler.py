@@ -62,6 +62,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._sequence = itertools.count()
+        self._started_now: set[Request] = set()  # by the step that is being planned
         self.is_blocked = False  # nobody can start until a request comes or leaves
 
     # ---- in and out -------------------------------------------------------------------------
@@ -210,6 +211,7 @@ class Scheduler:
     def _admit(self, now: float, chunks: dict[Request, int], budget: int, max_running: int) -> int:
         """Starts waiting requests, and plans their first pieces; returns the budget left."""
         self.is_blocked = False
+        self._started_now.clear()
         in_groups = self.config.batching != "continuous"
         if in_groups and not self._may_start_group(now):
             return budget
@@ -259,6 +261,7 @@ class Scheduler:
             request, int(self.slots.num_tokens[slot] - self.slots.num_computed[slot])
         )
         self.running[request] = None
+        self._started_now.add(request)
         self.composer.prefilling[request] = None
         self._priorities[request.priority] += 1
         request.status = RequestStatus.RUNNING
@@ -283,14 +286,17 @@ class Scheduler:
 
     def _less_urgent_than(self, request: Request, now: float) -> Request | None:
         """The running request that has to make room for an urgent one, if that is enough. One that
-        has waited as long as any may is left alone."""
+        has waited as long as any may is left alone, and so is one whose pages are on their way in.
+        """
         if not self._is_any_less_urgent(request):
             return None
         limit = self.config.max_starvation_s
         victims = [
             r
             for r in self.running
-            if r.priority > request.priority and now - r.arrival_time < limit
+            if r.priority > request.priority
+            and now - r.arrival_time < limit
+            and r not in self._started_now
         ]
         held = sum(int(self.slots.num_pages[r.slot]) for r in victims)
         needed = self.pages.pages_for(request.num_tokens) + self._spare_for(request)

@@ -15,7 +15,6 @@ from jserve.runner.compile import on_each_compilation
 from scheduler.request import RequestStatus
 from tests.e2e.conftest import rearranged
 from tests.e2e.real_engine import (
-    BUDGET,
     PAGE,
     SETTINGS,
     alone,
@@ -43,7 +42,6 @@ def built():
     config = engine_config(
         model=str(model("random").folder),
         swap_space_bytes=NUM_HOST_PAGES * page_bytes + 1,
-        prefill_chunk=BUDGET,
         **SETTINGS,
     )
     engine = build_engine(config)
