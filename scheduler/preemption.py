@@ -97,6 +97,8 @@ class Preemption:
 
     def take_copies(self) -> tuple[np.ndarray, np.ndarray]:
         """Hands over the copies to make before the next step: out i32[n, 2], then in i32[m, 2]."""
+        if not (self._out or self._in or self._given_back):
+            return NO_COPIES, NO_COPIES
         out, back = (np.concatenate([NO_COPIES, *pairs]) for pairs in (self._out, self._in))
         for pages in self._given_back:
             self.host.free(pages)

@@ -82,6 +82,25 @@ def test_O41_random_priorities_on_a_tight_pool_change_no_output(overlap):
     assert_balanced(engine)
 
 
+@BOTH
+def test_O42_an_urgent_request_takes_the_slot_of_a_less_urgent_one(overlap):
+    engine = arranged(max_num_seqs=2, overlap=overlap)
+    calm = [prompt_of(20, start) for start in (1, 2)]
+    want = [alone(prompt, greedy(100)) for prompt in calm]
+    urgent = prompt_of(10, 3)
+    for i, prompt in enumerate(calm):
+        engine.add(asking(f"calm {i}", prompt, 100, priority=5))
+    updates = [update for _ in range(10) for update in engine.step()]
+    engine.add(asking("urgent", urgent, 8, priority=0))
+    updates += run(engine, max_turns=1000)
+    first = next(i for i, update in enumerate(updates) if update.request_id == "urgent")
+    assert all(update.finish_reason is None for update in updates[:first])
+    outputs = joined(updates)
+    assert [outputs[f"calm {i}"].token_ids for i in range(2)] == want
+    assert outputs["urgent"].token_ids == alone(urgent, greedy(8))
+    assert_balanced(engine)
+
+
 def test_O43_streams_go_on_and_newcomers_start_while_a_long_prompt_is_prefilled():
     engine = arranged(prefill_chunk=BUDGET // 2)
     for i in range(2):
