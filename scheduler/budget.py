@@ -95,8 +95,9 @@ class StepBudgeter:
 
         def fits(granules: int) -> bool:
             count = min(granules * GRANULE, most)
+            rows = min(decodes + 1, self._config.max_num_seqs)
             pairs = count * prefill_context + count * (count + 1) // 2
-            shape = StepShape(decodes + 1, decodes, count, context + prefill_context + count, pairs)
+            shape = StepShape(rows, decodes, count, context + prefill_context + count, pairs)
             return self.model.predict(shape) <= limit_s
 
         low, high = 0, -(-most // GRANULE)

@@ -197,7 +197,9 @@ class FittedStepTime:
         key = (shape.num_tokens, shape.num_rows)
         index = self._index.get(key)
         if index is None:
-            index = self._index[key] = self.buckets.index(choose_bucket(self.buckets, *key))
+            fits = any(key[0] <= b.num_tokens and key[1] <= b.num_rows for b in self.buckets)
+            bucket = choose_bucket(self.buckets, *key) if fits else self.buckets[-1]
+            index = self._index[key] = self.buckets.index(bucket)
         return index
 
     def _add(self, bucket: int, shape: StepShape, seconds: float, decay: float) -> None:

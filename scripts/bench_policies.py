@@ -133,7 +133,12 @@ def mixed(bench: Bench) -> None:
         "whole prompts": {"max_num_batched_tokens": UNCHUNKED + 16, "prefill_chunk": UNCHUNKED},
         "chunks of 256": {},
         f"ITL target {target_s * 1e3:.0f} ms": {"itl_slo_s": target_s},
-        "the same, TTFT target 5 s": {"itl_slo_s": target_s, "ttft_slo_s": 5.0},
+        "the same, long prompts half": {
+            "itl_slo_s": target_s,
+            "long_prompt_tokens": 512,
+            "long_prompt_share": 0.5,
+        },
+        "the same, TTFT target 3 s": {"itl_slo_s": target_s, "ttft_slo_s": 3.0},
     }
     print(
         "\nmixed load: ms, short requests' ITL p50 / p95 / p99 / max; TTFT p50 / p95 of each kind"
