@@ -57,7 +57,7 @@ class StepRecorder:
         self._preemptions = Counter[str]()
         self._num_evicted = 0
         self._budget: StepBudget | None = None
-        self._error = 0.0  # of predictions, relative
+        self._error = 0.0  # of predictions, as a share of what steps took
         metrics.set_targets(_targets(scheduler.config))
         self._show_changes()
         self.show_state()
@@ -120,8 +120,8 @@ class StepRecorder:
     def _count(
         self, step: StepInFlight, step_s: float, asked: float, arrived: float, *, last: bool
     ) -> None:
-        if (predicted_s := step.plan.predicted_s) > 0:
-            self._error += ERROR_DECAY * (abs(step_s / predicted_s - 1) - self._error)
+        predicted_s = step.plan.predicted_s
+        self._error += ERROR_DECAY * (abs(predicted_s / max(step_s, 1e-9) - 1) - self._error)
         end = time.perf_counter()
         began = self._last_end if self._last_end is not None else asked
         self._last_end = None if last else end

@@ -136,10 +136,10 @@ def test_the_offline_driver_sleeps_while_a_group_fills(monkeypatch):
 
 
 def test_predictions_and_the_limits_that_they_set_are_shown():
-    t = tiny(itl_slo_s=1e-9, overlap=False, max_queued=30, max_num_seqs=5, classes=(BULK,))
+    t = tiny(itl_slo_s=1e-9, overlap=False, max_queued=30)
     assert t.value("budget_reason", reason="fixed limits") == 1
     for i in range(30):
-        t.engine.add(asking(f"r{i}", [i + 1] * 9, 10, request_class="bulk"))
+        t.engine.add(asking(f"r{i}", [i + 1] * 9, 10))
     reasons = set()
     while t.engine.has_work:
         t.engine.step()
