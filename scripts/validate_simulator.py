@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 from absl import app, flags
-from jserve.sim.step_log import read_step_log
 
 from jserve.bench.direct import load_engine
 from jserve.bench.load import RequestResult
@@ -31,6 +30,7 @@ from jserve.engine.engine import Engine
 from jserve.engine.line_log import FLUSH_S
 from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
+from jserve.sim.step_log import read_step_log
 from scheduler.request import Request, SamplingView
 from scheduler.simulator import simulate
 from scheduler.step_time import FittedStepTime
