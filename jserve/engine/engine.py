@@ -9,10 +9,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from jserve.engine.device import Runner, StepHandle, StepOutput, logprobs_of
 from jserve.engine.input_processor import InputProcessor, PreparedRequest, reason_name
 from jserve.engine.live import LiveRequest
 from jserve.engine.metrics import EngineMetrics
@@ -20,35 +19,10 @@ from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
 from jserve.engine.step_recorder import StepInFlight, StepRecorder
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
-from jserve.messages import GenerateRequest, RequestUpdate, TokenLogprobs, Usage
+from jserve.messages import GenerateRequest, RequestUpdate, Usage
 from scheduler.packer import PackedBatch, Packer
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
-
-
-class StepOutput(Protocol):
-    """One step's tokens i32[S], and log-probabilities where the batch asked for them."""
-
-    @property
-    def token_ids(self) -> np.ndarray: ...
-
-    @property
-    def logprobs(self) -> np.ndarray | None: ...  # f32[S]
-
-    @property
-    def top_ids(self) -> np.ndarray | None: ...  # i32[S, A]
-
-    @property
-    def top_logprobs(self) -> np.ndarray | None: ...  # f32[S, A]
-
-
-class StepHandle(Protocol):
-    def result(self) -> StepOutput: ...  # waits for the device
-
-
-class Runner(Protocol):
-    def dispatch(self, batch: PackedBatch) -> StepHandle: ...  # never waits
-
 
 # How long an engine that can do nothing is left alone, whatever it expects: short, as clocks jump.
 MIN_IDLE_S, MAX_IDLE_S = 0.001, 1.0
@@ -255,7 +229,7 @@ class Engine:
             request_id=request.request_id,
             text=text,
             token_ids=(token_id,),
-            logprobs=_logprobs(request, token_id, row, output),
+            logprobs=logprobs_of(request, token_id, row, output),
             prompt_token_ids=tuple(request.prompt_token_ids) if is_first else (),
             stop_reason=stop_reason,
             **ending,
@@ -310,16 +284,3 @@ def _how_late(request: Request, now: float) -> str:
     if request.first_scheduled_time is None and (request.queue_deadline or math.inf) <= now:
         return f"the request waited {late} in the queue without starting; try again later"
     return f"the deadline passed {late} after the request came"
-
-
-def _logprobs(
-    request: Request, token_id: int, row: int, output: StepOutput
-) -> tuple[TokenLogprobs, ...]:
-    count = request.sampling.num_logprobs
-    if count < 0 or output.logprobs is None:
-        return ()
-    assert output.top_ids is not None, "log-probabilities come together"
-    assert output.top_logprobs is not None, "log-probabilities come together"
-    ids, values = output.top_ids[row, :count].tolist(), output.top_logprobs[row, :count].tolist()
-    top = tuple(zip(ids, values, strict=True))
-    return (TokenLogprobs(token_id, float(output.logprobs[row]), top),)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
+from jserve.engine.device import StepHandle
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.step_log import StepLog
 from scheduler.budget import StepBudget
@@ -25,7 +25,7 @@ class StepInFlight:
 
     plan: StepPlan
     batch: PackedBatch
-    handle: Any
+    handle: StepHandle
     num_preemptions: int  # that planning it took
     begun: float
     planned: float
