@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from jserve.engine.engine import MAX_IDLE_S, MIN_IDLE_S
@@ -184,3 +185,12 @@ def test_both_logs_say_what_the_engine_did(tmp_path, overlap):
     assert (ended["length"]["prompt_tokens"], ended["length"]["output_tokens"]) == (20, 4)
     assert ended["abort"]["prompt_token_ids"] == [1, 2]
     assert 0 < ended["abort"]["output_tokens"] < 9
+
+
+def test_the_pages_that_a_plan_moves_to_and_from_the_host_are_counted():
+    t = tiny()
+    plan = t.engine.scheduler.schedule(0.0)
+    plan.copies_out, plan.copies_in = np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32)
+    t.engine._recorder.on_planned(plan)
+    assert t.value("swapped_pages_total", way="out") == 3
+    assert t.value("swapped_pages_total", way="in") == 1
