@@ -27,7 +27,7 @@ class Admission:
 
     def __init__(self, config: SchedulerConfig, pages: RequestPages) -> None:
         self.config = config
-        self.num_tokens = 0  # prompt tokens that wait, those of preempted requests included
+        self.num_tokens = 0  # prompt tokens that wait to be admitted for the first time
         self.num_preempted = 0
         self.running_of = Counter[str]()  # running requests by class
         self.long: set[Request] = set()  # long prompts in prefill
@@ -65,14 +65,12 @@ class Admission:
         return None
 
     def push(self, request: Request) -> None:
-        self.num_tokens += request.num_prompt_tokens
-        self.num_preempted += request.status == RequestStatus.PREEMPTED
+        self._count(request, 1)
         self.queue.push(request)
 
     def remove(self, request: Request) -> None:
         """Takes out a request that waits."""
-        self.num_tokens -= request.num_prompt_tokens
-        self.num_preempted -= request.status == RequestStatus.PREEMPTED
+        self._count(request, -1)
         lane = self._lane_of.pop(request, None)
         if lane is None:
             self.queue.remove(request)
@@ -80,6 +78,12 @@ class Admission:
         self._aside[lane].remove(request)
         if not self._aside[lane]:
             del self._aside[lane]
+
+    def _count(self, request: Request, sign: int) -> None:
+        if request.status == RequestStatus.PREEMPTED:
+            self.num_preempted += sign
+        else:
+            self.num_tokens += sign * request.num_prompt_tokens
 
     def start(self, request: Request, num_left: int) -> None:
         """Takes out a request that starts to run, with `num_left` tokens to compute."""

@@ -141,7 +141,7 @@ def test_O51_requests_that_end_at_their_first_token_leak_no_slot(overlap):
     for i in range(0, 204, 68):
         assert outputs[i] == alone(prompts[i], greedy(60))
     assert_balanced(engine)
-    assert len(engine.scheduler._free_slots) == SLOTS
+    assert engine.scheduler.slots.num_free == SLOTS
 
 
 def test_O52_requests_that_leave_the_queue_leave_nothing_of_their_cache_look_up():
