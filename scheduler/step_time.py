@@ -3,8 +3,11 @@ and seconds only."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,15 +93,17 @@ class FittedStepTime:
     A step runs in a compiled shape, its bucket, and costs what that costs, plus so much per token
     of context and per query-key pair. What a bucket costs is linear in its tokens and rows, plus
     what its own steps say beyond that; so a bucket that was never seen is interpolated. Older steps
-    of the same bucket count for less, so that a lasting change is followed.
+    of the same bucket count for less, so that a lasting change is followed. When the steps of
+    several buckets agree that the device became slower or faster, all that was learnt is scaled.
     """
 
     DECAY = 0.99  # per step of the same bucket
-    SOLVE_EVERY = 32  # steps
-    READY_AFTER = 32  # steps
+    LEARN_EVERY = 32  # steps
     WINDOW = 256  # steps that the error is taken over
     SHRINK = 0.3  # pulls what is a bucket's own to 0, like so many steps of that bucket
     OUTLIER = 5.0  # times the prediction; a pause counts as no more than that
+    KNOWN_AFTER = 16  # steps of a bucket; only such buckets tell whether the device changed
+    SHIFT = 1.25  # times as slow or as fast: the least that is taken for such a change
     _SCALE = np.array([1.0, 1e-3, 1e-5])  # of 1, context tokens, pairs: keeps the sums alike
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -111,9 +116,10 @@ class FittedStepTime:
         self._bucket_s = np.zeros(count)  # what each bucket costs
         self._line = np.zeros(3)  # constant, per token of a mixed bucket, per row
         self._slopes = np.zeros(2)  # per context token, per pair
-        self._ratios = np.ones(self.WINDOW)
-        self._index: dict[tuple[int, int], int] = {}
+        self._recent: list[tuple[float, ...]] = []  # bucket, context, pairs, seconds
+        self._ratios = np.ones(1)  # of actual and predicted seconds, the last WINDOW
         self._p95_ratio = 1.0
+        self._bucket_of = lru_cache(1 << 14)(self._find_bucket)
         # From a bucket's (1, context, pairs) to the unknowns: line, slopes, each bucket's own.
         self._map = np.zeros((count, 5 + count, 3))
         for i, bucket in enumerate(self.buckets):
@@ -130,24 +136,23 @@ class FittedStepTime:
         Raises:
           ValueError: there are fewer samples than a model needs.
         """
-        kept = list(samples)
-        if len(kept) < cls.READY_AFTER:
-            raise ValueError(f"{len(kept)} steps are too few; give at least {cls.READY_AFTER}")
         model = cls(buckets)
-        for _ in range(2):
-            model._sums[:], model._targets[:], model._counts[:] = 0.0, 0.0, 0.0
-            for shape, seconds in kept:
-                model._add(model._bucket_of(shape), shape, seconds, decay=1.0)
-            model._solve()
-            kept = [s for s in kept if s[1] < cls.OUTLIER / 2 * model.predict(s[0])]
-        model.num_observations = len(kept)
-        for shape, seconds in kept[-cls.WINDOW :]:
-            model._note_ratio(shape, seconds)
+        steps = np.array([model._row(shape, seconds) for shape, seconds in samples], float)
+        if len(steps) < cls.LEARN_EVERY:
+            raise ValueError(f"{len(steps)} steps are too few; give at least {cls.LEARN_EVERY}")
+        first = cls(buckets)
+        first._add(steps)
+        first._solve()
+        steps = steps[steps[:, 3] < cls.OUTLIER / 2 * first._predict_rows(steps)]
+        model._add(steps)
+        model._solve()
+        model.num_observations = len(steps)
+        model._note_ratios(steps[:, 3] / model._predict_rows(steps))
         return model
 
     @property
     def is_ready(self) -> bool:
-        return self.num_observations >= self.READY_AFTER
+        return self.num_observations >= self.LEARN_EVERY
 
     @property
     def p95_ratio(self) -> float:
@@ -166,48 +171,81 @@ class FittedStepTime:
     def predict(self, shape: StepShape) -> float:
         slopes = self._slopes
         seconds = (
-            self._bucket_s[self._bucket_of(shape)]
+            self._bucket_s[self._bucket_of(shape.num_tokens, shape.num_rows)]
             + slopes[0] * shape.context_tokens
             + slopes[1] * shape.attended_pairs
         )
         return max(float(seconds), MIN_STEP_S)
 
     def predict_decodes(self, num_rows: int, context_tokens: np.ndarray) -> np.ndarray:
-        bucket_s = self._bucket_s[self._bucket_of(StepShape(num_rows, num_rows, 0, 0, 0))]
+        bucket_s = self._bucket_s[self._bucket_of(num_rows, num_rows)]
         seconds: np.ndarray = bucket_s + self._slopes[0] * np.asarray(context_tokens, float)
         np.maximum(seconds, MIN_STEP_S, out=seconds)
         return seconds
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns how long a step took."""
-        bucket = self._bucket_of(shape)
-        if self.is_ready:
-            seconds = min(seconds, self.OUTLIER * self.predict(shape))
-            self._note_ratio(shape, seconds)
-        self._add(bucket, shape, seconds, self.DECAY)
+        self._recent.append(self._row(shape, seconds))
         self.num_observations += 1
-        if self.num_observations % self.SOLVE_EVERY == 0:
-            self._solve()
-            self._p95_ratio = max(float(np.quantile(self._ratios, 0.95)), 1.0)
+        if len(self._recent) == self.LEARN_EVERY:
+            steps = np.array(self._recent)
+            self._recent.clear()
+            self._learn(steps)
 
-    def _note_ratio(self, shape: StepShape, seconds: float) -> None:
-        self._ratios[self.num_observations % self.WINDOW] = seconds / self.predict(shape)
+    def _learn(self, steps: np.ndarray) -> None:
+        """Takes in steps f64[n, 4], and forgets a little of older ones."""
+        of_bucket = np.bincount(steps[:, 0].astype(int), minlength=len(self.buckets))
+        if self._counts.any():
+            predicted = self._predict_rows(steps)
+            shift = self._shift(steps[:, 0], steps[:, 3] / predicted)
+            self._sums /= shift**2
+            self._targets /= shift
+            predicted *= shift
+            self._note_ratios(steps[:, 3] / predicted)
+            steps[:, 3] = np.minimum(steps[:, 3], self.OUTLIER * predicted)
+        left = self.DECAY**of_bucket
+        self._sums *= left[:, None, None]
+        self._targets *= left[:, None]
+        self._counts *= left
+        self._add(steps)
+        self._solve()
 
-    def _bucket_of(self, shape: StepShape) -> int:
-        key = (shape.num_tokens, shape.num_rows)
-        index = self._index.get(key)
-        if index is None:
-            fits = any(key[0] <= b.num_tokens and key[1] <= b.num_rows for b in self.buckets)
-            bucket = choose_bucket(self.buckets, *key) if fits else self.buckets[-1]
-            index = self._index[key] = self.buckets.index(bucket)
-        return index
+    def _shift(self, buckets: np.ndarray, ratios: np.ndarray) -> float:
+        """How many times as long as predicted steps take, if known buckets agree on it; else 1."""
+        known = defaultdict[int, list[float]](list)
+        for bucket, ratio in zip(buckets.astype(int).tolist(), ratios.tolist(), strict=True):
+            if self._counts[bucket] >= self.KNOWN_AFTER:
+                known[bucket].append(ratio)
+        medians = [median(of_bucket) for of_bucket in known.values()]
+        if len(medians) < 2 or max(medians) > self.SHIFT * min(medians):
+            return 1.0
+        shift = median(medians)
+        return 1.0 if 1 / self.SHIFT < shift < self.SHIFT else shift
 
-    def _add(self, bucket: int, shape: StepShape, seconds: float, decay: float) -> None:
-        # Divided by the seconds, so that it is relative errors that are made small.
-        x = self._SCALE * (1.0, shape.context_tokens, shape.attended_pairs) / seconds
-        self._sums[bucket] = decay * self._sums[bucket] + x[:, None] * x
-        self._targets[bucket] = decay * self._targets[bucket] + x
-        self._counts[bucket] = decay * self._counts[bucket] + 1
+    def _note_ratios(self, ratios: np.ndarray) -> None:
+        self._ratios = np.concatenate([self._ratios, ratios])[-self.WINDOW :]
+        self._p95_ratio = max(float(np.quantile(self._ratios, 0.95)), 1.0)
+
+    def _row(self, shape: StepShape, seconds: float) -> tuple[float, ...]:
+        bucket = self._bucket_of(shape.num_tokens, shape.num_rows)
+        return bucket, shape.context_tokens, shape.attended_pairs, max(seconds, MIN_STEP_S)
+
+    def _find_bucket(self, num_tokens: int, num_rows: int) -> int:
+        fits = any(num_tokens <= b.num_tokens and num_rows <= b.num_rows for b in self.buckets)
+        bucket = choose_bucket(self.buckets, num_tokens, num_rows) if fits else self.buckets[-1]
+        return self.buckets.index(bucket)
+
+    def _predict_rows(self, steps: np.ndarray) -> np.ndarray:
+        seconds = self._bucket_s[steps[:, 0].astype(int)] + steps[:, 1:3] @ self._slopes
+        return np.maximum(np.asarray(seconds, float), MIN_STEP_S)
+
+    def _add(self, steps: np.ndarray) -> None:
+        bucket, seconds = steps[:, 0].astype(int), steps[:, 3:]
+        x = np.concatenate([np.ones_like(seconds), steps[:, 1:3]], axis=1) * self._SCALE
+        x /= seconds  # so that it is relative errors that are made small
+        np.add.at(self._sums, bucket, x[:, :, None] * x[:, None])
+        np.add.at(self._targets, bucket, x)
+        np.add.at(self._counts, bucket, 1)
 
     def _solve(self) -> None:
         seen = self._sums[:, 0, 0] > 0
@@ -234,23 +272,26 @@ class FittedStepTime:
         self._slopes = solution[3:5] * self._SCALE[1:]
 
     def state(self) -> dict[str, Any]:
-        """Returns the model as plain numbers, for `from_state`."""
+        """Returns what was learnt as plain numbers, for `from_state`; the last few steps, which
+        were not taken in yet, are left out."""
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
-            "bucket_s": self._bucket_s.tolist(),
-            "line": self._line.tolist(),
-            "slopes": self._slopes.tolist(),
-            "num_observations": self.num_observations,
-            "p95_ratio": self._p95_ratio,
+            "sums": self._sums.tolist(),
+            "targets": self._targets.tolist(),
+            "counts": self._counts.tolist(),
+            "ratios": self._ratios.tolist(),
+            "num_observations": self.num_observations - len(self._recent),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> FittedStepTime:
-        """Returns the model that `state` described. What it learns from now on starts anew."""
+        """Returns the model that `state` described; it goes on learning from there."""
         model = cls([Bucket(int(t), int(s), bool(d)) for t, s, d in state["buckets"]])
-        model._bucket_s = np.array(state["bucket_s"], float)
-        model._line = np.array(state["line"], float)
-        model._slopes = np.array(state["slopes"], float)
+        model._sums[:] = state["sums"]
+        model._targets[:] = state["targets"]
+        model._counts[:] = state["counts"]
         model.num_observations = int(state["num_observations"])
-        model._p95_ratio = float(state["p95_ratio"])
+        if model.num_observations:
+            model._solve()
+        model._note_ratios(np.array(state["ratios"], float))
         return model
