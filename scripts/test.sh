@@ -6,13 +6,14 @@ cd "$(dirname "$0")/.."
 
 usage() {
   cat <<'TEXT'
-scripts/test.sh [--quick] [--gemma] [--no-accelerators] [--python=VERSION] [argument of pytest ...]
+scripts/test.sh [--quick] [--gemma] [--nightly] [--no-accelerators] [--python=VERSION] [argument of pytest ...]
 
 Checks style and types, runs the tests, in .venv, then compiles for TPUs and GPUs, which need not be
 there, in .venv-accelerators. The default model is fetched on first use.
 
   --quick            leave out the slow tests and the compilers for accelerators
   --gemma            also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
+  --nightly          only a million random steps through the scheduler
   --no-accelerators  leave out the compilers for accelerators, as any argument of pytest does
   --python=VERSION   3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
 TEXT
@@ -23,6 +24,9 @@ for argument in "$@"; do
   case $argument in
     --quick) pytest+=(-m "not slow") accelerators=false ;;
     --gemma) pytest+=(--gemma) ;;
+    --nightly)
+      pytest+=(--nightly -s tests/scheduler/test_scheduler_properties.py) accelerators=false
+      ;;
     --no-accelerators) accelerators=false ;;
     --python=*)
       versions=("${argument#*=}") venv=.venv-${argument#*=} lint=false accelerators=false

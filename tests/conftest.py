@@ -13,6 +13,7 @@ from jserve.config import DEFAULT_CACHE_DIR
 
 # Examples are drawn from a fixed seed: a test fails for a change, not for its luck.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("nightly", derandomize=True, deadline=None, max_examples=8000)
 hypothesis.settings.load_profile("fixed")
 
 DATA = Path(__file__).parent / "data"
@@ -34,6 +35,12 @@ def gemma3_gguf(request: pytest.FixtureRequest) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gemma", action="store_true", help="also run tests on Gemma 3 270M")
+    parser.addoption("--nightly", action="store_true", help="search for hours, not seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nightly"):
+        hypothesis.settings.load_profile("nightly")
 
 
 def golden(name: str) -> list[dict]:

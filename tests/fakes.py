@@ -38,6 +38,7 @@ class FakeRunner:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pages = np.full((config.num_pages, config.page_size), -9, np.int32)
+        self.host_pages = np.full((config.num_host_pages, config.page_size), -9, np.int32)
         self.last_tokens = np.zeros(config.max_num_seqs + 1, np.int32)
         self.num_steps = 0
         self.num_tokens = 0
@@ -48,6 +49,10 @@ class FakeRunner:
         self.num_steps += 1
         self.num_tokens += packed.num_tokens
         self.inputs.append(packed)
+        for page, host_page in packed.copies_out:
+            self.host_pages[host_page] = self.pages[page]
+        for host_page, page in packed.copies_in:
+            self.pages[page] = self.host_pages[host_page]
         p = self.config.page_size
         sampled = np.zeros(packed.bucket.num_rows, np.int32)
         for row in range(packed.num_rows):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,9 @@ from scheduler.bucket import Bucket
 from scheduler.config import SchedulerConfig
 from scheduler.packer import FROM_DEVICE, Packer, batch_fields, batch_words, views
 from scheduler.page_pool import NULL_PAGE
+from scheduler.plan import StepPlan
 from scheduler.request import Request, SamplingView
-from scheduler.scheduler import PlanRow, StepPlan
+from scheduler.step_shape import StepShape
 
 SLOTS, J = 3, 4
 CONFIG = SchedulerConfig(
@@ -28,17 +31,42 @@ def make() -> Packer:
     return Packer(CONFIG, [DECODE, MIXED])
 
 
-def request(name: str, slot: int, pages: list[int], ids: list[int], **sampling) -> Request:
-    r = Request(name, ids, SamplingView(max_tokens=9, **sampling))
-    r.slot, r.page_ids = slot, pages
-    return r
+class Row(NamedTuple):
+    """A request in a slot with its pages, and what of it is in the step."""
+
+    slot: int
+    pages: list[int]
+    ids: list[int]
+    start: int
+    num_tokens: int
+    samples: bool = True
+    decodes: bool = False
+    sampling: dict = {}  # noqa: RUF012
 
 
-def plan_of(*rows: PlanRow) -> StepPlan:
-    return StepPlan(list(rows), sum(row.num_tokens for row in rows))
+def plan_of(*rows: Row) -> StepPlan:
+    table = np.zeros((SLOTS, J), np.int32)
+    for row in rows:
+        table[row.slot, : len(row.pages)] = row.pages
+    requests = [
+        Request(f"r{row.slot}", row.ids, SamplingView(max_tokens=9, **row.sampling)) for row in rows
+    ]
+    num_decodes = sum(row.decodes for row in rows)
+    assert all(row.decodes for row in rows[:num_decodes]), "decode rows come first"
+    num_tokens = sum(row.num_tokens for row in rows)
+    return StepPlan(
+        requests,
+        np.array([row.slot for row in rows]),
+        np.array([row.start for row in rows]),
+        np.array([row.num_tokens for row in rows]),
+        np.array([row.samples for row in rows]),
+        num_decodes,
+        table,
+        StepShape(len(rows), num_tokens, 0, 0, 0),
+    )
 
 
-def arrays(packer: Packer, *rows: PlanRow) -> dict[str, np.ndarray]:
+def arrays(packer: Packer, *rows: Row) -> dict[str, np.ndarray]:
     batch = packer.pack(plan_of(*rows))
     assert len(batch.buffer) == batch_words(batch.bucket, J)
     return views(batch.buffer, batch.bucket, J)
@@ -58,38 +86,36 @@ def test_the_fields_fill_the_buffer_without_gap_or_overlap(bucket):
     assert offset == batch_words(bucket, J)
 
 
-def test_decode_rows_and_a_chunk_with_their_padding():
-    decoding = request("d", 2, [5, 7], [11, 12, 13, 14, 15])
-    unknown = request("u", 0, [3], [21, 22])  # its third token is still on the device
-    prompt = request("p", 1, [1, 9], [31, 32, 33, 34, 35, 36])
-    batch = lists(
-        arrays(
-            make(),
-            PlanRow(decoding, 4, 1, True, False),
-            PlanRow(unknown, 2, 1, True, True),
-            PlanRow(prompt, 2, 3, False, False),
-        )
-    )
-    assert batch["token_ids"] == [15, FROM_DEVICE, 33, 34, 35, 0, 0, 0]
-    assert batch["positions"] == [4, 2, 2, 3, 4, 0, 0, 0]
-    assert batch["kv_lens"] == [5, 3, 5, 0]
+def test_decode_rows_and_chunks_with_their_padding():
+    decoding = Row(0, [3], [21, 22], 2, 1, decodes=True)  # its third token is on the device
+    last = Row(2, [5, 7], [11, 12, 13, 14, 15], 4, 1)  # the last piece of a prompt
+    prompt = Row(1, [1, 9], [31, 32, 33, 34, 35, 36], 2, 3, samples=False)
+    batch = lists(arrays(make(), decoding, last, prompt))
+    assert batch["token_ids"] == [FROM_DEVICE, 15, 33, 34, 35, 0, 0, 0]
+    assert batch["positions"] == [2, 4, 2, 3, 4, 0, 0, 0]
+    assert batch["kv_lens"] == [3, 5, 5, 0]
     assert batch["cu_q_lens"] == [0, 1, 2, 5, 5]
     assert batch["distribution"] == [2, 3, 3]
     none = [NULL_PAGE] * J
-    assert batch["page_indices"] == [[5, 7, 0, 0], [3, 0, 0, 0], [1, 9, 0, 0], none]
-    assert batch["slots"] == [2, 0, SLOTS, SLOTS], "an unfinished prompt keeps no token"
-    assert batch["sample_positions"] == [5, 3, 5, 0]
+    assert batch["page_indices"] == [[3, 0, 0, 0], [5, 7, 0, 0], [1, 9, 0, 0], none]
+    assert batch["slots"] == [0, 2, SLOTS, SLOTS], "an unfinished prompt keeps no token"
+    assert batch["sample_positions"] == [3, 5, 5, 0]
+
+
+def test_a_chunk_that_reaches_beyond_the_prompt_has_the_generated_ids():
+    plan = plan_of(Row(0, [1, 2], [5, 6, 7], 1, 4))
+    plan.requests[0].output_token_ids += [8, 9]
+    batch = make().pack(plan)
+    assert views(batch.buffer, batch.bucket, J)["token_ids"][:4].tolist() == [6, 7, 8, 9]
 
 
 def test_settings_travel_bit_for_bit_and_rows_say_what_they_want():
-    greedy = request("g", 0, [1], [5, 6])
-    random = request("r", 1, [2], [5, 6], temperature=0.7, seed=2**32 - 1)
-    cut = request(
-        "c", 2, [3], [5, 6], temperature=1.0, top_k=7, top_p=0.9, min_p=0.1, num_logprobs=0
-    )
+    greedy = Row(0, [1], [5, 6], 1, 1)
+    random = Row(1, [2], [5, 6], 1, 1, sampling={"temperature": 0.7, "seed": 2**32 - 1})
+    cut = {"temperature": 1.0, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "num_logprobs": 0}
+    cut = Row(2, [3], [5, 6], 1, 1, sampling=cut)
 
-    def packed(*requests):
-        rows = [PlanRow(r, 1, 1, True, False) for r in requests]
+    def packed(*rows):
         return lists(arrays(make(), *rows))
 
     assert packed(greedy)["wants"] == [0, 0, 0]
@@ -103,44 +129,34 @@ def test_settings_travel_bit_for_bit_and_rows_say_what_they_want():
     assert batch["min_p"][:3] == pytest.approx([0, 0, 0.1])
 
 
-def test_a_slots_new_owner_gets_its_own_pages_and_settings():
+def test_a_decode_row_keeps_the_settings_with_which_its_request_began():
     packer = make()
-    old = request("old", 0, [1, 2, 3], [5] * 12, temperature=0.5)
-    arrays(packer, PlanRow(old, 11, 1, True, False))
-    new = request("new", 0, [4], [6, 7])
-    batch = lists(arrays(packer, PlanRow(new, 1, 1, True, False)))
+    arrays(packer, Row(0, [1], [5, 6], 0, 2, sampling={"temperature": 0.5}))
+    batch = lists(arrays(packer, Row(0, [1], [5, 6], 2, 1, decodes=True)))
+    assert batch["temperature"][0] == pytest.approx(0.5)
+
+
+def test_a_slots_new_owner_gets_its_own_settings():
+    packer = make()
+    arrays(packer, Row(0, [1, 2, 3], [5] * 12, 11, 1, sampling={"temperature": 0.5}))
+    batch = lists(arrays(packer, Row(0, [4], [6, 7], 1, 1)))
     assert batch["page_indices"][0] == [4, 0, 0, 0]
     assert batch["temperature"][0] == 0
 
 
-def test_a_request_that_was_preempted_comes_back_with_its_new_pages():
-    packer = make()
-    r = request("r", 0, [1, 2], [5] * 8)
-    arrays(packer, PlanRow(r, 7, 1, True, False))
-    r.num_preemptions, r.page_ids = 1, [8, 9]
-    batch = lists(arrays(packer, PlanRow(r, 0, 8, True, False)))
-    assert batch["page_indices"][0] == [8, 9, 0, 0]
-
-
-def test_a_growing_request_adds_its_new_pages():
-    packer = make()
-    r = request("r", 0, [1], [5] * 4)
-    arrays(packer, PlanRow(r, 3, 1, True, False))
-    r.page_ids.append(6)
-    batch = lists(arrays(packer, PlanRow(r, 4, 1, True, True)))
-    assert batch["page_indices"][0] == [1, 6, 0, 0]
-
-
 @pytest.mark.parametrize("page", [NULL_PAGE, -1, CONFIG.num_pages])
-def test_a_page_out_of_range_is_caught_before_it_reaches_a_device(page):
-    with pytest.raises(AssertionError, match="fresh"):
-        arrays(make(), PlanRow(request("r", 0, [1, page], [5] * 8), 7, 1, True, False))
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_page_out_of_range_is_caught_before_it_reaches_a_device(page, decodes):
+    with pytest.raises(AssertionError, match="pages"):
+        arrays(make(), Row(0, [1, page], [5] * 8, 7, 1, decodes=decodes))
 
 
-def test_the_batch_says_how_much_of_it_is_real():
-    r = request("r", 0, [1], [5, 6, 7], num_logprobs=2)
-    batch = make().pack(plan_of(PlanRow(r, 0, 3, True, False)))
+def test_the_batch_says_how_much_of_it_is_real_and_what_moves_before_it():
+    plan = plan_of(Row(0, [1], [5, 6, 7], 0, 3, sampling={"num_logprobs": 2}))
+    plan.copies_out, plan.copies_in = np.array([[4, 0]]), np.array([[1, 5]])
+    batch = make().pack(plan)
     assert (batch.bucket, batch.num_tokens, batch.num_rows) == (MIXED, 3, 1)
+    assert (batch.copies_out.tolist(), batch.copies_in.tolist()) == ([[4, 0]], [[1, 5]])
     assert batch.wants_logprobs
-    half = make().pack(plan_of(PlanRow(r, 0, 2, False, False)))
-    assert not half.wants_logprobs, "nobody samples"
+    half = Row(0, [1], [5, 6, 7], 0, 2, samples=False, sampling={"num_logprobs": 2})
+    assert not make().pack(plan_of(half)).wants_logprobs, "nobody samples"

@@ -1,54 +1,54 @@
-"""PagePool: pages are handed out once, counted, and come back."""
+"""PagePool: a stack of free pages that are handed out once and taken back once."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from scheduler.page_pool import NULL_PAGE, PagePool
 
 
-def test_all_pages_but_the_null_page_are_handed_out_low_ids_first():
-    pool = PagePool(6)
-    assert pool.num_usable == pool.num_free == 5
-    assert pool.allocate(3) == [1, 2, 3]
-    assert pool.allocate(2) == [4, 5]
+def test_pages_are_handed_out_once_low_ids_first_and_never_the_null_page():
+    pool = PagePool(5)
+    assert pool.num_usable == 4
+    assert pool.allocate(3).tolist() == [3, 2, 1]
+    assert pool.allocate(1).tolist() == [4]
     assert pool.num_free == 0
-    assert NULL_PAGE == 0
-    pool.check_integrity()
+    assert NULL_PAGE not in range(1, 5)
 
 
-def test_a_shortage_is_none_and_changes_nothing():
+def test_a_shortage_is_a_return_value_and_takes_nothing():
     pool = PagePool(4)
-    pool.allocate(1)
-    assert pool.allocate(3) is None
-    assert pool.num_free == 2
-    assert pool.allocate(2) == [2, 3]
-    assert pool.allocate(0) == []
+    assert pool.allocate(4) is None
+    assert pool.num_free == 3
+    assert len(pool.allocate(0)) == 0
 
 
-def test_a_page_is_free_when_its_last_user_lets_go():
-    pool = PagePool(3)
-    (page,) = pool.allocate(1)
-    pool.retain(page)
-    assert pool.ref_count(page) == 2
-    assert pool.release(page) == 1
-    assert pool.num_free == 1
-    assert pool.release(page) == 0
-    assert pool.num_free == 2
-    pool.check_integrity()
-
-
-def test_using_a_free_page_is_a_broken_invariant():
-    pool = PagePool(3)
-    with pytest.raises(AssertionError, match="release of free page 2"):
-        pool.release(2)
-    with pytest.raises(AssertionError, match="retain of free page 2"):
-        pool.retain(2)
-
-
-def test_the_integrity_check_finds_a_page_that_is_free_and_used():
+def test_what_comes_back_is_handed_out_again():
     pool = PagePool(4)
-    pool.allocate(2)
-    pool._ref_counts[3] = 1
-    with pytest.raises(AssertionError, match="page 3: 1 references"):
-        pool.check_integrity()
+    pages = pool.allocate(3)
+    pool.free(pages[:2])
+    assert sorted(pool.allocate(2).tolist()) == sorted(pages[:2].tolist())
+
+
+def test_a_page_that_is_given_back_twice_is_caught():
+    pool = PagePool(4)
+    pages = pool.allocate(2)
+    pool.free(pages)
+    with pytest.raises(AssertionError, match="a free page is given back"):
+        pool.free(pages[:1])
+
+
+def test_host_pages_begin_at_zero_and_may_be_none():
+    assert sorted(PagePool(2, first=0).allocate(2).tolist()) == [0, 1]
+    assert PagePool(0, first=0).allocate(1) is None
+
+
+def test_integrity_needs_every_page_exactly_once():
+    pool = PagePool(5)
+    held = pool.allocate(2)
+    pool.check_integrity(held)
+    with pytest.raises(AssertionError, match="lost"):
+        pool.check_integrity(held[:1])
+    with pytest.raises(AssertionError, match="two holders"):
+        pool.check_integrity(np.concatenate([held, held[:1]]))

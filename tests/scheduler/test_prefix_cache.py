@@ -1,49 +1,79 @@
-"""PrefixCache: chained names, pinning, eviction of leaves first and the least used first, reset."""
+"""PrefixCache: a radix tree of pages; locks, splits, eviction of the least used tails, events."""
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import pytest
+
+from scheduler.kv_events import (
+    BYTES_PER_TOKEN,
+    Cleared,
+    Removed,
+    Stored,
+    page_digest,
+    root_digest,
+    token_bytes,
+)
 from scheduler.page_pool import PagePool
-from scheduler.prefix_cache import PrefixCache, page_digest, root_digest
+from scheduler.prefix_cache import Node, PrefixCache
 
 PAGE = 4
-
-
-def chain(*pages: list[int], keys: tuple = ()) -> list[bytes]:
-    """The digests of a sequence of full pages."""
-    digests, parent = [], root_digest(keys)
-    for tokens in pages:
-        parent = page_digest(parent, tokens)
-        digests.append(parent)
-    return digests
-
-
-def cached(cache: PrefixCache, digests: list[bytes]) -> list[int]:
-    """Pages that hold `digests` in the cache and that nobody uses any more."""
-    matched = cache.match(digests)
-    pages = cache.acquire(matched, len(digests) - len(matched))
-    for digest, page in zip(digests, pages, strict=True):
-        cache.insert(digest, page)
-    cache.release(pages)
-    cache.check_integrity()
-    return pages
+A, B, C, D = ([n] * PAGE for n in (1, 2, 3, 4))
 
 
 def make(num_pages: int = 9) -> PrefixCache:
-    return PrefixCache(PagePool(num_pages))
+    return PrefixCache(PagePool(num_pages), PAGE)
 
 
-A, B, C = [1] * PAGE, [2] * PAGE, [3] * PAGE
+def tokens(*pages: list[int]) -> bytes:
+    return token_bytes([token for page in pages for token in page])
+
+
+def hold(cache: PrefixCache, *pages: list[int], keys=()) -> tuple[Node, np.ndarray]:
+    """Does what a request does: locks what is cached, computes the rest, gives it to the cache."""
+    text = tokens(*pages)
+    node, shared = cache.acquire(keys, text, len(pages))
+    fresh = cache.allocate(len(pages) - len(shared))
+    assert fresh is not None, "too few pages"
+    node, used = cache.extend(node, text, len(shared), fresh)
+    return node, np.concatenate([shared, used])
+
+
+def cached(cache: PrefixCache, *pages: list[int], keys=()) -> list[int]:
+    """Pages that are in the cache and that nobody uses any more."""
+    node, held = hold(cache, *pages, keys=keys)
+    cache.release(node)
+    check(cache)
+    return held.tolist()
+
+
+def num_matched(cache: PrefixCache, *pages: list[int], keys=()) -> int:
+    return cache.match(keys, tokens(*pages), len(pages))[0]
+
+
+def check(cache: PrefixCache, *private: np.ndarray) -> None:
+    cache.check_integrity()
+    cache.pool.check_integrity(np.concatenate([cache.held_pages(), *private]))
 
 
 def test_a_pages_name_depends_on_its_tokens_its_parents_and_the_keys():
-    assert chain(A, B) == chain(A, B)
-    assert chain(A, B)[0] == chain(A, C)[0]
-    names = [chain(A, B)[1], chain(C, B)[1], chain(B)[0], chain(A, B, keys=(("tenant", "x"),))[1]]
-    assert len(set(names)) == 4
-    assert page_digest(b"", [1, 23]) != page_digest(b"", [12, 3])
+    def names(*pages, keys=()):
+        digests = [root_digest(keys)]
+        for page in pages:
+            digests.append(page_digest(digests[-1], tokens(page)))
+        return digests[1:]
+
+    assert names(A, B) == names(A, B)
+    assert names(A, B)[0] == names(A, C)[0]
+    different = [names(A, B)[1], names(C, B)[1], names(B)[0], names(A, B, keys=(("t", "x"),))[1]]
+    assert len(set(different)) == 4
+    assert token_bytes([1, 23]) != token_bytes([12, 3])
+    assert token_bytes(np.array([7, 8])) == token_bytes([7, 8])
 
 
-def test_O55_a_tenant_and_an_adapter_of_one_name_share_no_name_space():
+def test_O55_a_tenant_and_an_adapter_of_one_name_share_nothing():
     keys = [
         (),
         (("tenant", "X"),),
@@ -54,98 +84,209 @@ def test_O55_a_tenant_and_an_adapter_of_one_name_share_no_name_space():
         (("tenant", "Y"),),
     ]
     assert len({root_digest(key) for key in keys}) == len(keys)
+    cache = make(20)
+    for i, key in enumerate(keys):
+        assert [num_matched(cache, A, keys=k) for k in keys] == [1] * i + [0] * (len(keys) - i)
+        cached(cache, A, keys=key)
 
 
-def test_the_longest_cached_prefix_is_matched():
+def test_the_longest_cached_prefix_is_found_and_looking_changes_nothing():
     cache = make()
-    pages = cached(cache, chain(A, B))
-    assert cache.match(chain(A, B, C)) == pages
-    assert cache.match(chain(A, C)) == pages[:1]
-    assert cache.match(chain(B)) == []
-    assert cache.match([]) == []
+    cached(cache, A, B)
+    for _ in range(2):
+        assert num_matched(cache, A, B, C) == 2
+        assert num_matched(cache, A, C) == 1
+        assert num_matched(cache, B) == 0
+        assert cache.match((), tokens(A, B), 1) == (1, 1)
+        assert cache.match((("tenant", "x"),), tokens(A, B), 2) == (0, 0)
+    check(cache)
 
 
-def test_O57_matched_pages_are_pinned_before_anything_is_evicted_for_the_rest():
+def test_a_branch_splits_a_run_and_both_holders_keep_all_they_hold():
+    cache = make(20)
+    first, _ = hold(cache, A, B, C)
+    second, _ = hold(cache, A, B, D)
+    assert cache.num_cached == 4
+    check(cache)
+    assert cache.num_evictable == 0
+    cache.release(first)
+    assert cache.num_evictable == 1, "the page of C alone"
+    cache.release(second)
+    assert cache.num_evictable == 4
+    assert num_matched(cache, A, B, C) == num_matched(cache, A, B, D) == 3
+    check(cache)
+
+
+def test_a_run_that_grows_chunk_by_chunk_stays_one_node():
+    cache = make(20)
+    text = tokens(A, B, C)
+    node, _ = cache.acquire((), text, 0)
+    for held in range(3):
+        node, _ = cache.extend(node, text, held, cache.allocate(1))
+    assert len(node.pages) == 3
+    cache.release(node)
+    assert num_matched(cache, A, B, C) == 3
+    check(cache)
+
+
+def test_pages_of_equal_content_are_swapped_for_the_cached_ones_and_freed():
+    cache = make()
+    text = tokens(A, B)
+    one, _ = cache.acquire((), text, 0)
+    two, _ = cache.acquire((), text, 0)
+    of_one, of_two = cache.allocate(2), cache.allocate(2)
+    one, used_by_one = cache.extend(one, text, 0, of_one)
+    free = cache.pool.num_free
+    two, used_by_two = cache.extend(two, text, 0, of_two)
+    assert used_by_two.tolist() == used_by_one.tolist() == of_one.tolist()
+    assert cache.pool.num_free == free + 2
+    for node in (one, two):
+        cache.release(node)
+    check(cache)
+
+
+def test_O57_locked_pages_are_not_taken_for_the_rest():
     cache = make(num_pages=1 + 3)
-    pages = cached(cache, chain(A, B, C))
+    pages = cached(cache, A, B, C)
     assert cache.num_available == 3
-    assert cache.acquire(pages[:2], 2) is None, "two matched, one left"
-    assert cache.match(chain(A, B, C)) == pages, "a refusal changed something"
-    got = cache.acquire(pages[:2], 1)
-    assert got == pages, "the third is the recycled page of C"
-    assert cache.match(chain(A, B, C)) == pages[:2]
-    cache.check_integrity()
+    node, locked = cache.acquire((), tokens(A, B), 2)
+    assert locked.tolist() == pages[:2]
+    assert cache.allocate(2) is None, "two locked, one left"
+    assert num_matched(cache, A, B, C) == 3, "a refusal changed something"
+    assert cache.allocate(1).tolist() == pages[2:], "the recycled page of C"
+    assert num_matched(cache, A, B, C) == 2
+    cache.release(node)
 
 
-def test_leaves_are_evicted_before_their_parents():
+def test_tails_are_evicted_before_what_they_build_on():
     cache = make(num_pages=1 + 4)
-    pages = cached(cache, chain(A, B, C))
+    cached(cache, A, B, C)
     for left in (2, 1, 0):
-        taken = cache.acquire((), 5 - left - 1)
-        assert cache.match(chain(A, B, C)) == pages[:left]
-        cache.release(taken)
-        cache.check_integrity()
+        taken = cache.allocate(4 - left)
+        assert num_matched(cache, A, B, C) == left
+        cache.pool.free(taken)
+        check(cache)
 
 
 def test_O61_the_least_recently_used_prefix_is_evicted_first():
     cache = make(num_pages=1 + 3)
-    for tokens in (A, B, C):
-        cached(cache, chain(tokens))
-    used_again = cache.acquire(cache.match(chain(A)), 0)
-    cache.release(used_again)
-    cache.acquire((), 1)
-    assert [len(cache.match(chain(tokens))) for tokens in (A, B, C)] == [1, 0, 1]
+    for page in (A, B, C):
+        cached(cache, page)
+    node, _ = cache.acquire((), tokens(A), 1)
+    cache.release(node)
+    cache.allocate(1)
+    assert [num_matched(cache, page) for page in (A, B, C)] == [1, 0, 1]
 
 
 def test_O58_a_recycled_page_has_lost_its_old_name():
     cache = make(num_pages=1 + 1)
-    (page,) = cached(cache, chain(A))
-    assert cache.acquire((), 1) == [page]
-    assert cache.match(chain(A)) == []
-    assert not cache.holds(page)
-    cache.insert(chain(B)[0], page)
-    cache.release([page])
-    assert cache.match(chain(B)) == [page]
-    cache.check_integrity()
-
-
-def test_a_second_page_of_equal_content_stays_private_and_is_freed():
-    cache = make()
-    (first,) = cached(cache, chain(A))
-    (second,) = cache.acquire((), 1)
-    cache.insert(chain(A)[0], second)
-    assert cache.match(chain(A)) == [first]
-    cache.release([second])
-    assert (cache.num_cached, cache.num_evictable) == (1, 1)
-    cache.check_integrity()
-
-
-def test_pages_shared_by_several_users_are_not_evictable_until_the_last_leaves():
-    cache = make()
-    pages = cached(cache, chain(A))
-    for _ in range(2):
-        cache.acquire(pages, 0)
-    cache.release(pages)
-    assert cache.num_evictable == 0
-    cache.release(pages)
-    assert cache.num_evictable == 1
+    (page,) = cached(cache, A)
+    taken = cache.allocate(1)
+    assert taken.tolist() == [page]
+    assert num_matched(cache, A) == 0
+    cache.pool.free(taken)
+    assert cached(cache, B) == [page]
+    assert num_matched(cache, B) == 1
+    assert num_matched(cache, A) == 0
 
 
 def test_O60_reset_refuses_while_a_cached_page_is_in_use():
     cache = make()
-    pages = cached(cache, chain(A, B))
-    cache.acquire(pages[:1], 0)
+    cached(cache, A, B)
+    node, _ = cache.acquire((), tokens(A), 1)
     assert not cache.reset()
-    assert cache.match(chain(A, B)) == pages
-    cache.release(pages[:1])
+    assert num_matched(cache, A, B) == 2
+    cache.release(node)
     assert cache.reset()
-    assert cache.match(chain(A, B)) == []
+    assert num_matched(cache, A, B) == 0
     assert cache.pool.num_free == cache.pool.num_usable
-    cache.check_integrity()
+    check(cache)
 
 
-def test_a_disabled_cache_remembers_nothing():
-    cache = PrefixCache(PagePool(5), enabled=False)
-    assert cached(cache, chain(A)) == [1]
-    assert cache.match(chain(A)) == []
-    assert cache.num_cached == 0
+def test_a_lock_that_is_dropped_twice_is_caught():
+    cache = make()
+    node, _ = hold(cache, A)
+    cache.release(node)
+    with pytest.raises(AssertionError, match="more often than locked"):
+        cache.release(node)
+
+
+def test_what_nobody_uses_any_more_leaves_no_trace():
+    cache = make(num_pages=1 + 2)
+    for tenant in range(100):
+        cached(cache, A, keys=(("tenant", tenant),))
+    assert len(cache._roots) <= 2
+    assert len(cache._leaves) < 100
+
+
+class Replay:
+    """What a router knows from events alone."""
+
+    def __init__(self) -> None:
+        self.parent_of: dict[bytes, bytes] = {}
+
+    def __call__(self, event) -> None:
+        if isinstance(event, Stored):
+            parent = event.parent
+            assert len(event.token_ids) == PAGE * len(event.digests)
+            for digest in event.digests:
+                assert digest not in self.parent_of, "stored twice"
+                self.parent_of[digest] = parent
+                parent = digest
+        elif isinstance(event, Removed):
+            for digest in event.digests:
+                del self.parent_of[digest]
+        else:
+            assert isinstance(event, Cleared)
+            self.parent_of.clear()
+
+
+def names_in(cache: PrefixCache) -> dict[bytes, bytes]:
+    replay = Replay()
+    for event in cache.snapshot():
+        replay(event)
+    return replay.parent_of
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_use_keeps_pages_contents_and_events_right(seed):
+    """Against a model that knows what each page holds: a page found is a page with that prefix."""
+    draw = random.Random(seed)
+    cache = make(num_pages=1 + 14)
+    router = Replay()
+    cache.events = router
+    content: dict[int, bytes] = {}  # page -> keys and all tokens up to its end
+    live: list[tuple[Node, np.ndarray]] = []
+    for turn in range(400):
+        if live and draw.random() < 0.5:
+            cache.release(live.pop(draw.randrange(len(live)))[0])
+        elif draw.random() < 0.03:
+            assert cache.reset() == (cache.num_evictable == cache.num_cached or not live)
+        else:
+            keys = draw.choice([(), (("tenant", "x"),)])
+            pages = [[draw.choice([1, 1, 2])] * PAGE for _ in range(draw.randint(1, 6))]
+            text, size = tokens(*pages), PAGE * BYTES_PER_TOKEN
+            found, idle = cache.match(keys, text, len(pages))
+            if cache.num_available - idle < len(pages) - found:
+                assert cache.allocate(cache.num_available + 1) is None
+                continue
+            node, shared = cache.acquire(keys, text, len(pages))
+            assert len(shared) == found
+            fresh = cache.allocate(len(pages) - found)
+            for i, page in enumerate(fresh.tolist(), found):
+                content[page] = repr(keys).encode() + text[: (i + 1) * size]
+            node, used = cache.extend(node, text, found, fresh)
+            held = np.concatenate([shared, used])
+            for i, page in enumerate(held.tolist()):
+                assert content[page] == repr(keys).encode() + text[: (i + 1) * size]
+            live.append((node, held))
+        check(cache)
+        for _, held in live:
+            assert np.isin(held, cache.held_pages()).all(), "a page in use was evicted"
+        if turn % 10 == 0:
+            assert names_in(cache) == router.parent_of
+    for node, _ in live:
+        cache.release(node)
+    assert cache.reset()
+    assert router.parent_of == {}
+    assert cache.pool.num_free == cache.pool.num_usable

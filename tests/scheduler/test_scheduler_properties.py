@@ -1,73 +1,135 @@
-"""Random traffic through scheduler, packer and fake runner: every token right, nothing leaked."""
+"""Random traffic through scheduler, packer and fake runner, under every policy and setting: every
+token right, nothing leaked, nobody forgotten. `scripts/test.sh --nightly` runs a million steps."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scheduler.bucket import make_buckets
-from scheduler.config import SchedulerConfig
+from scheduler.config import RequestClass, SchedulerConfig
 from scheduler.packer import Packer
+from scheduler.policy import POLICIES
 from scheduler.request import FinishReason, Request, RequestStatus, SamplingView
 from scheduler.scheduler import Scheduler
+from scheduler.step_shape import StepShape
 from tests.fakes import FakeRunner, expected_output
+
+PAGE = 4
+STEP_S = 0.01
+SEEN: Counter[str] = Counter()  # what all examples together met
+CLASSES = (
+    RequestClass(name="interactive", itl_slo_s=0.05, ttft_slo_s=0.3),
+    RequestClass(name="batch", priority=3, max_num_seqs=2),
+)
+
+
+class PerToken:
+    """A step takes a second per prompt token: what swapping is compared with."""
+
+    def predict(self, shape: StepShape) -> float:
+        return 0.001 + float(shape.prefill_tokens)
+
+    def predict_decodes(self, num_rows: int, context_tokens: np.ndarray) -> np.ndarray:
+        return np.full(len(context_tokens), 0.001)
 
 
 class Traffic(RuleBasedStateMachine):
-    """One engine loop with up to one step in flight, driven by hypothesis."""
+    """One engine loop with up to two steps in flight, driven by hypothesis."""
 
     @initialize(
         num_pages=st.integers(10, 22),
         slots=st.integers(2, 6),
         chunk=st.integers(1, 20),
         budget_extra=st.integers(0, 24),
-        overlap=st.booleans(),
+        depth=st.integers(0, 2),
         cache=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
+        batching=st.sampled_from(["continuous"] * 4 + ["static", "dynamic"]),
+        prefill_first=st.booleans(),
+        long_prompt_tokens=st.sampled_from([0, 8]),
+        starvation=st.sampled_from([math.inf, 0.2]),
+        host_pages=st.sampled_from([0, 4, 40]),
+        swap_page_s=st.sampled_from([0.0, 2.0, 1e9]),
+        watermark=st.sampled_from([0.0, 0.1]),
     )
-    def start(self, num_pages, slots, chunk, budget_extra, overlap, cache):
+    def start(
+        self,
+        num_pages,
+        slots,
+        chunk,
+        budget_extra,
+        depth,
+        cache,
+        policy,
+        batching,
+        prefill_first,
+        long_prompt_tokens,
+        starvation,
+        host_pages,
+        swap_page_s,
+        watermark,
+    ):
         self.config = SchedulerConfig(
             max_num_seqs=slots,
             max_num_batched_tokens=slots + budget_extra,
             prefill_chunk=chunk,
-            page_size=4,
+            page_size=PAGE,
             num_pages=num_pages,
             max_model_len=64,
             enable_prefix_cache=cache,
+            policy=policy,
+            max_starvation_s=starvation,
+            classes=CLASSES,
+            batching=batching,
+            batch_window_s=0.1,
+            prefill_first=prefill_first,
+            long_prompt_tokens=long_prompt_tokens,
+            min_prefill_tokens=1,
+            watermark=watermark,
+            num_host_pages=host_pages,
         )
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, PerToken(), swap_page_s)
         buckets = make_buckets(slots, slots + budget_extra)
         self.packer = Packer(self.config, buckets)
         self.runner = FakeRunner(self.config)
-        self.depth = 1 if overlap else 0
+        self.depth = depth
         self.in_flight: deque = deque()
         self.live: list[Request] = []
         self.seen: dict[Request, list[int]] = {}
-        self.count = 0
+        self.now = 0.0
 
     @rule(
         length=st.integers(1, 24),
         max_tokens=st.integers(1, 30),
         family=st.integers(0, 2),
+        request_class=st.sampled_from(["", "interactive", "batch"]),
         priority=st.integers(0, 1),
         stop=st.booleans(),
+        patience=st.sampled_from([None, None, None, 0.1, 1.0]),
     )
-    def add(self, length, max_tokens, family, priority, stop):
+    def add(self, length, max_tokens, family, request_class, priority, stop, patience):
         # Prompts of one family share their beginning, so the prefix cache is hit.
         prompt = [(family * 31 + i * i) % 89 for i in range(length)]
         if self.scheduler.why_too_large(length + max_tokens):
             return
-        self.count += 1
         request = Request(
-            request_id=f"r{self.count}",
+            request_id=f"r{len(self.seen)}",
             prompt_token_ids=prompt,
             sampling=SamplingView(
                 max_tokens=max_tokens, stop_token_ids=frozenset({5, 6} if stop else ())
             ),
-            priority=priority,
-            arrival_time=float(self.count),
+            priority=priority + 3 * (request_class == "batch"),
+            request_class=request_class,
+            tenant=f"t{family}",
+            arrival_time=self.now,
+            queue_deadline=None if patience is None else self.now + patience,
+            cache_keys=(("tenant", f"t{family % 2}"),),
         )
         self.scheduler.add(request)
         self.live.append(request)
@@ -77,24 +139,55 @@ class Traffic(RuleBasedStateMachine):
     def run(self, count):
         for _ in range(count):
             self.step()
-            self.scheduler.check_integrity()
-
-    def step(self):
-        plan = self.scheduler.schedule(now=0.0)
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
-        assert len(plan.rows) <= self.config.max_num_seqs
-        lengths = plan.counts.tolist()
-        assert lengths == sorted(lengths, key=lambda n: n > 1), "decode rows come first"
-        if plan.requests:
-            self.in_flight.append((plan, self.runner.run(self.packer.pack(plan))))
-        if len(self.in_flight) > self.depth or not plan.requests:
-            self.collect()
 
     @rule(index=st.integers(0, 50))
     def abort(self, index):
         if self.live:
             request = self.live.pop(index % len(self.live))
+            SEEN["aborts while swapped out"] += request.host_pages is not None
             self.scheduler.finish(request, FinishReason.ABORT)
+
+    @rule(luck=st.integers(0, 9))
+    def reset(self, luck):
+        if luck:  # else there would be little to find
+            return
+        cache = self.scheduler.cache
+        in_use = cache.num_evictable < cache.num_cached
+        assert cache.reset() != in_use
+        SEEN["resets"] += not in_use
+
+    def step(self):
+        self.now += STEP_S
+        SEEN["steps"] += 1
+        for request in self.scheduler.expire(self.now):
+            assert request.first_scheduled_time is None, "it had started in time"
+            self.live.remove(request)
+            SEEN["expired"] += 1
+        slots = self.scheduler.slots
+        decoding = [(r, r.num_preemptions) for r in slots.owners[slots.decoding()].tolist()]
+        plan = self.scheduler.schedule(self.now)
+        self.check_plan(plan, decoding)
+        self.scheduler.check_integrity()
+        if plan.requests:
+            self.in_flight.append((plan, self.runner.run(self.packer.pack(plan))))
+        if len(self.in_flight) > self.depth or not plan.requests:
+            self.collect()
+
+    def check_plan(self, plan, decoding):
+        assert plan.num_tokens == int(plan.counts.sum()) <= self.config.max_num_batched_tokens
+        assert len(plan.requests) == len(set(plan.requests)) <= self.config.max_num_seqs
+        lengths = plan.counts.tolist()
+        assert lengths == sorted(lengths, key=lambda n: n > 1), "rows of one token come first"
+        served = set(plan.requests[: plan.num_decodes])
+        for request, num_preemptions in decoding:
+            gave_way = request.num_preemptions > num_preemptions
+            paused = self.config.prefill_first and plan.num_chunks and not served
+            assert request in served or gave_way or paused, "a decode row was left out"
+        if not plan.requests and self.scheduler.waiting and not self.in_flight:
+            assert self.config.batching == "dynamic", "nobody runs though somebody waits"
+            assert self.scheduler.next_wake_s(self.now) is not None
+        SEEN["swapped out"] += len(plan.copies_out)
+        SEEN["swapped in"] += len(plan.copies_in)
 
     def collect(self):
         if not self.in_flight:
@@ -111,9 +204,13 @@ class Traffic(RuleBasedStateMachine):
         want = expected_output(request.prompt_token_ids, request.sampling.max_tokens, stop)
         assert self.seen[request] == want, f"{request.request_id} got other tokens"
         assert request.output_token_ids == want
+        assert request.num_output_tokens == len(want)
         stopped = want[-1] in stop
         assert request.finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
         assert request.num_cached_tokens < request.num_prompt_tokens
+        SEEN["finished"] += 1
+        SEEN["hits"] += request.num_cached_tokens > 0
+        SEEN["preemptions"] += request.num_preemptions
 
     @invariant()
     def nothing_leaks(self):
@@ -123,12 +220,15 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(3000):
+        work = sum(r.num_prompt_tokens + r.sampling.max_tokens for r in self.live)
+        for _ in range(20 * work + 100):  # else it is a livelock
             if not (self.scheduler.has_unfinished or self.in_flight):
                 break
             self.step()
         assert not self.live, f"never finished: {[r.request_id for r in self.live]}"
         self.scheduler.check_integrity()
+        assert self.scheduler.slots.num_free == self.config.max_num_seqs
+        assert self.scheduler.preemption.num_host_pages_used == 0
         assert self.scheduler.cache.num_available == self.scheduler.pool.num_usable
         assert self.scheduler.cache.reset()
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_usable
@@ -136,10 +236,19 @@ class Traffic(RuleBasedStateMachine):
 
 
 Traffic.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=settings.default.max_examples,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestTraffic = Traffic.TestCase
+
+
+class TestTraffic(Traffic.TestCase):
+    def test_random_traffic_meets_everything_there_is(self):
+        """Without what is counted here the search would prove little."""
+        self.runTest()
+        print(dict(SEEN))
+        for what in ("finished", "hits", "preemptions", "swapped out", "swapped in", "expired"):
+            assert SEEN[what] > 0, what
+        assert SEEN["steps"] >= 10_000
