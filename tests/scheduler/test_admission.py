@@ -1,0 +1,382 @@
+"""Who may start: classes with caps, the gate for long prompts, urgent requests, groups, bounds of
+the queue, equal prefixes, and preemption by cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler.config import RequestClass
+from scheduler.request import FinishReason, RequestStatus
+from scheduler.scheduler import Scheduler
+from scheduler.step_time import LinearStepTime
+from tests.scheduler.test_scheduler import PAGE, add, make, rows, run_dry, turn
+
+CAPPED = (RequestClass(name="fast"), RequestClass(name="batch", priority=5, max_num_seqs=1))
+
+
+def names(s: Scheduler) -> list[str]:
+    return [request.request_id for request in s.running]
+
+
+# ---- classes and gates --------------------------------------------------------------------------
+
+
+def test_a_class_at_its_cap_blocks_no_other_and_goes_on_when_one_of_it_ends():
+    s = make(classes=CAPPED, policy="fcfs")
+    first = add(s, "b1", 3, request_class="batch")
+    add(s, "c2", 3, request_class="batch")
+    add(s, "d3", 3, request_class="batch")
+    add(s, "f1", 3, request_class="fast")
+    turn(s)
+    assert names(s) == ["b1", "f1"]
+    assert len(s.waiting) == 2
+    assert {r.request_id for r in s.waiting} == {"c2", "d3"}
+    s.finish(first, FinishReason.ABORT)
+    turn(s)
+    assert names(s) == ["f1", "c2"]
+
+
+def test_what_was_set_aside_can_be_aborted():
+    s = make(classes=CAPPED, policy="fcfs")
+    running, aside = (add(s, n, 3, request_class="batch") for n in ("a", "b"))
+    turn(s)
+    s.finish(aside, FinishReason.ABORT)
+    assert len(s.waiting) == 0
+    s.finish(running, FinishReason.ABORT)
+    assert not s.has_unfinished
+    s.check_integrity()
+
+
+def test_short_prompts_pass_long_ones_through_the_gate():
+    s = make(long_prompt_tokens=10, max_long_prompts=1, policy="fcfs", num_pages=1 + 40)
+    add(s, "L1", 30)
+    add(s, "M2", 30)
+    add(s, "s", 3)
+    turn(s)
+    assert names(s) == ["L1", "s"]
+    while "M2" not in names(s):
+        turn(s)
+        assert sum(r in s.composer.prefilling for r in s.waiting.long) <= 1
+
+
+def test_long_prompts_leave_their_share_to_short_ones_and_take_what_is_left_over():
+    s = make(
+        long_prompt_tokens=10,
+        max_long_prompts=2,
+        long_prompt_share=0.25,
+        prefill_chunk=16,
+        policy="fcfs",
+        num_pages=1 + 40,
+    )
+    add(s, "L", 30)
+    add(s, "s", 9)
+    assert sorted(rows(s.schedule(0.0))) == [("L", 0, 7), ("s", 0, 9)]  # 4, then what is left
+    add(s, "t", 9)
+    add(s, "u", 9)
+    plan = {name: count for name, _, count in rows(s.schedule(0.0))}
+    assert plan["t"] == 9
+    assert plan["L"] <= 4, "its share of the budget while others want it"
+
+
+def test_a_cached_beginning_makes_a_long_prompt_short():
+    s = make(long_prompt_tokens=10, enable_prefix_cache=True, num_pages=1 + 40, policy="fcfs")
+    first = add(s, "a", 24, 1)
+    while not first.is_finished:
+        turn(s)
+    add(s, "L", 40)
+    again = add(s, "a", 24, 1)
+    turn(s)
+    assert again.status == RequestStatus.RUNNING or again.is_finished
+    assert again.num_cached_tokens == 20
+
+
+# ---- urgency ------------------------------------------------------------------------------------
+
+
+def test_O42_an_urgent_request_takes_a_slot_from_the_least_urgent():
+    s = make(max_num_seqs=2)
+    low, lower = add(s, "a", 3, priority=2), add(s, "b", 3, priority=3)
+    turn(s)
+    urgent = add(s, "u", 3, priority=0)
+    plan = turn(s)
+    assert urgent in plan.requests
+    assert (low.status, lower.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+    assert lower not in plan.requests
+
+
+@pytest.mark.parametrize("changes", [{"policy": "fcfs"}, {"max_starvation_s": 0.0}])
+def test_nobody_gives_way_without_priorities_or_after_waiting_as_long_as_any_may(changes):
+    s = make(max_num_seqs=1, **changes)
+    running = add(s, "a", 3, priority=2)
+    turn(s, now=1.0)
+    add(s, "u", 3, priority=0, arrival_time=1.0)
+    turn(s, now=1.0)
+    assert running.status == RequestStatus.RUNNING
+
+
+def test_equals_do_not_give_way_to_each_other():
+    s = make(max_num_seqs=1)
+    running = add(s, "a", 3, priority=1)
+    turn(s)
+    add(s, "u", 3, priority=1)
+    turn(s)
+    assert running.status == RequestStatus.RUNNING
+
+
+def test_nobody_gives_way_where_that_would_not_be_enough():
+    s = make(max_num_seqs=3, num_pages=1 + 10)
+    add(s, "a", 24, 4, priority=0)  # 6 of 10 pages
+    low = add(s, "b", 4, 8, priority=5)
+    turn(s)
+    turn(s)
+    add(s, "u", 20, 4, priority=0)  # needs 5; 2 are free, the low one holds 2
+    turn(s)
+    assert low.status == RequestStatus.RUNNING
+    assert s.num_preemptions == 0
+
+
+# ---- order of a step, groups --------------------------------------------------------------------
+
+
+def test_prefill_first_lets_prompts_take_the_budget_and_decodes_wait():
+    s = make(prefill_first=True, prefill_chunk=16)
+    add(s, "a", 3)
+    turn(s)
+    add(s, "b", 32)
+    assert rows(turn(s)) == [("b", 0, 16)]
+    assert rows(turn(s)) == [("b", 16, 16)]
+    assert rows(turn(s)) == [("a", 3, 1), ("b", 32, 1)]
+
+
+def test_a_static_group_runs_until_its_last_one_ends():
+    s = make(batching="static", max_num_seqs=2)
+    short, long = add(s, "a", 2, 1), add(s, "b", 2, 4)
+    late = add(s, "c", 2, 1)
+    while not long.is_finished:
+        assert late.status == RequestStatus.WAITING
+        turn(s)
+    assert short.is_finished
+    turn(s)
+    assert late.is_finished
+
+
+def test_a_dynamic_group_waits_to_be_full_or_for_its_window():
+    s = make(batching="dynamic", max_num_seqs=2, batch_window_s=0.5)
+    one = add(s, "a", 2, 1, arrival_time=10.0)
+    assert not turn(s, now=10.2).requests
+    assert s.next_wake_s(10.2) == pytest.approx(0.3)
+    add(s, "b", 2, 1, arrival_time=10.3)
+    assert turn(s, now=10.3).requests[0] is one
+    add(s, "c", 2, 1, arrival_time=11.0)
+    assert not turn(s, now=11.4).requests
+    assert turn(s, now=11.5).requests
+
+
+def test_a_scheduler_without_deadlines_or_windows_waits_for_events_alone():
+    s = make()
+    assert s.next_wake_s(0.0) is None
+    add(s, "a", 2, deadline=4.0)
+    assert s.next_wake_s(1.0) == 3.0
+    assert s.next_wake_s(9.0) == 0.0
+
+
+# ---- bounds -------------------------------------------------------------------------------------
+
+
+def test_a_queue_deadline_ends_what_has_not_started_and_nothing_else():
+    s = make(max_num_seqs=1)
+    started = add(s, "a", 3, queue_deadline=2.0)
+    waiting = add(s, "b", 3, queue_deadline=2.0)
+    turn(s)
+    assert s.expire(5.0) == [waiting]
+    assert started.status == RequestStatus.RUNNING
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens():
+    s = make(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=10)
+    add(s, "a", 3)
+    turn(s)
+    add(s, "b", 6)
+    assert s.waiting.why_full(4) is None
+    assert "6 prompt tokens wait; 5 more exceed the limit of 10" in s.waiting.why_full(5)
+    add(s, "c", 2)
+    assert "2 requests wait" in s.waiting.why_full(1)
+
+
+def test_preempted_requests_take_no_room_in_the_queue():
+    s = make(num_pages=1 + 6, max_queued_requests=1, max_queued_tokens=5)
+    add(s, "b", 8, 16)
+    add(s, "s", 3, 16)
+    run_dry(s)
+    assert len(s.waiting) == s.waiting.num_preempted == 1
+    assert s.waiting.why_full(5) is None
+
+
+def test_the_watermark_stays_free():
+    s = make(num_pages=1 + 20, watermark=0.5, max_num_batched_tokens=64, prefill_chunk=64)
+    add(s, "a", 20)
+    big = add(s, "b", 24)
+    turn(s)
+    assert big.status == RequestStatus.WAITING, "5 + 6 pages leave 9 of 20"
+    assert s.pool.num_free == 15
+
+
+def test_a_preempted_request_needs_more_room_each_time_unless_it_is_alone():
+    s = make(num_pages=1 + 12)
+    add(s, "b", 4, 30)
+    turn(s)
+    again = add(s, "s", 8, 8)  # 2 pages; 1 is in use, 11 are free
+    again.num_preemptions = 3
+    turn(s)
+    assert again.status == RequestStatus.RUNNING, "2 + 8 of 11"
+    s.finish(again, FinishReason.ABORT)
+    again = add(s, "t", 8, 8)
+    again.num_preemptions = 4
+    turn(s)
+    assert again.status == RequestStatus.WAITING, "2 + 16 of 11"
+    s.finish(next(iter(s.running)), FinishReason.ABORT)
+    turn(s)
+    assert again.status == RequestStatus.RUNNING
+
+
+# ---- equal prefixes -----------------------------------------------------------------------------
+
+
+def sharing() -> Scheduler:
+    return make(enable_prefix_cache=True, num_pages=1 + 60, max_num_batched_tokens=64)
+
+
+def test_equal_prompts_of_one_batch_are_computed_once():
+    s = sharing()
+    requests = [add(s, "same", 24, 2) for _ in range(4)]
+    computed = 0
+    while s.has_unfinished:
+        plan = turn(s)
+        computed += sum(count for _, _, count in rows(plan)) - plan.num_decodes
+    assert computed == 24 + 3 * PAGE, "the others compute their last page"
+    assert [r.num_cached_tokens for r in requests] == [0, 20, 20, 20]
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+def test_who_waits_for_another_ones_prefix_goes_on_when_that_one_leaves(end):
+    s = sharing()
+    first, second = add(s, "same", 24, 2), add(s, "same", 24, 2)
+    turn(s)
+    assert second.status == RequestStatus.WAITING
+    if end == "abort":
+        s.finish(first, FinishReason.ABORT)
+    else:
+        s._preempt(first, "test")
+    while s.has_unfinished:
+        turn(s)
+    assert second.finish_reason == FinishReason.LENGTH
+    assert not s.pages.in_work
+
+
+def test_different_prompts_and_other_tenants_wait_for_nobody():
+    s = sharing()
+    add(s, "a", 24, 2)
+    add(s, "b", 24, 2)
+    add(s, "a", 24, 2, cache_keys=(("tenant", "x"),))
+    turn(s)
+    turn(s)
+    assert len(s.running) == 3
+
+
+def test_the_next_turn_of_a_conversation_finds_what_was_generated():
+    s = sharing()
+    first = add(s, "a", 10, 11)
+    while not first.is_finished:
+        turn(s)
+    talk = first.token_ids + [9] * 6
+    second = add(s, "z", 1, 2)
+    second.prompt_token_ids = talk
+    while not second.is_finished:
+        turn(s)
+    assert second.num_cached_tokens == 20, "all full pages but that of the last token"
+
+
+# ---- preemption by cost -------------------------------------------------------------------------
+
+SLOW = LinearStepTime(per_prefill_token_s=1.0)
+
+
+def swapping(swap_page_s: float, num_host_pages: int = 8, **changes) -> Scheduler:
+    base = make(num_pages=1 + 6, num_host_pages=num_host_pages, **changes)
+    return Scheduler(base.config, SLOW, swap_page_s)
+
+
+def dry(s: Scheduler):
+    """Two requests that outgrow the pool; returns the plan that preempts, and the victim."""
+    add(s, "b", 8, 16)
+    small = add(s, "s", 3, 16)
+    return run_dry(s), small
+
+
+@pytest.mark.parametrize(("swap_page_s", "swaps"), [(0.0, True), (1.0, True), (3.0, False)])
+def test_the_cheaper_of_swapping_and_recomputing_is_done(swap_page_s, swaps):
+    s = swapping(swap_page_s)
+    plan, small = dry(s)
+    num_pages = len(plan.copies_out)
+    assert (num_pages > 0) == swaps
+    assert (small.host_pages is not None) == swaps
+    if swaps:
+        assert num_pages == -(-small.num_swapped_tokens // PAGE)
+        assert 2 * num_pages * swap_page_s < small.num_swapped_tokens
+
+
+def test_swapped_pages_come_back_before_the_step_that_reads_them():
+    s = swapping(0.0)
+    plan, small = dry(s)
+    out = plan.copies_out
+    tokens = small.num_swapped_tokens
+    while small.status != RequestStatus.RUNNING:
+        assert s.preemption.num_host_pages_used == len(out)
+        plan = turn(s)
+    assert plan.copies_in[:, 0].tolist() == out[:, 1].tolist()
+    assert plan.copies_in[:, 1].tolist() == s.slots.pages(small)[: len(out)].tolist()
+    assert [(start, n) for name, start, n in rows(plan) if name == "s"] == [(tokens, 1)]
+    assert s.preemption.num_host_pages_used == 0
+
+
+def test_a_full_host_pool_means_recomputing():
+    s = swapping(0.0, num_host_pages=0)
+    plan, small = dry(s)
+    assert len(plan.copies_out) == 0
+    assert small.host_pages is None
+
+
+def test_what_is_aborted_while_swapped_out_gives_its_host_pages_back():
+    s = swapping(0.0)
+    _, small = dry(s)
+    s.finish(small, FinishReason.ABORT)
+    assert s.preemption.num_host_pages_used == 0
+    turn(s)
+    assert s.preemption.host.num_free == 8
+
+
+def test_host_pages_are_used_again_only_after_the_copies_that_read_them_were_handed_over():
+    s = swapping(0.0, num_host_pages=2)
+    plan, small = dry(s)
+    used = set(plan.copies_out[:, 1].tolist())
+    s.finish(small, FinishReason.ABORT)
+    assert s.preemption.host.num_free + len(used) == 2, "not before the next step"
+    turn(s)
+    assert s.preemption.host.num_free == 2
+
+
+def test_the_cause_of_each_preemption_is_counted_and_told():
+    s = swapping(0.0)
+    heard = []
+    s.preemption.listener = lambda request, cause: heard.append((request.request_id, cause))
+    dry(s)
+    assert heard == [("s", "no free page")]
+    assert s.preemption.counts == {"no free page": 1}
+
+
+def test_a_cost_is_asked_for_steps_that_can_exist():
+    s = make(num_pages=1 + 6, num_host_pages=8, prefill_chunk=500)
+    s.preemption.swap_page_s = 1e9
+    dry(s)  # would ask a bucket that no step has
+    assert np.isfinite(s.preemption._recompute_s(64))
