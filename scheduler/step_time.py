@@ -102,8 +102,9 @@ class FittedStepTime:
     WINDOW = 256  # steps that the error is taken over
     SHRINK = 0.3  # pulls what is a bucket's own to 0, like so many steps of that bucket
     OUTLIER = 5.0  # times the prediction; a pause counts as no more than that
-    KNOWN_AFTER = 16  # steps of a bucket; only such buckets tell whether the device changed
-    SHIFT = 1.25  # times as slow or as fast: the least that is taken for such a change
+    KNOWN_AFTER = 8  # steps of a bucket; only such buckets tell whether the device changed
+    SHIFT = 1.1  # times as slow or as fast: the least that is taken for such a change
+    AGREEMENT = 1.25  # how far apart, as a ratio, buckets may be that agree
     _SCALE = np.array([1.0, 1e-3, 1e-5])  # of 1, context tokens, pairs: keeps the sums alike
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -217,7 +218,7 @@ class FittedStepTime:
             if self._counts[bucket] >= self.KNOWN_AFTER:
                 known[bucket].append(ratio)
         medians = [median(of_bucket) for of_bucket in known.values()]
-        if len(medians) < 2 or max(medians) > self.SHIFT * min(medians):
+        if len(medians) < 2 or max(medians) > self.AGREEMENT * min(medians):
             return 1.0
         shift = median(medians)
         return 1.0 if 1 / self.SHIFT < shift < self.SHIFT else shift
