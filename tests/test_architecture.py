@@ -33,6 +33,10 @@ MAY_IMPORT = {
         *("jserve.sim", "jserve.bench", "jserve.flags", "jserve.engine.step_log", "scheduler"),
         *("jserve.models.config", "jserve.models.families", "pallas_kernels.devices"),
     ),
+    "jserve.doctor": (
+        *("jserve.doctor", "jserve.batch.lines", "jserve.checkpoint", "jserve.flags"),
+        *("jserve.text", "jserve.models.config"),
+    ),
     "jserve.errors": (),
     "jserve.config": ("scheduler.config",),
     "jserve.sampling_params": (),
@@ -52,7 +56,7 @@ WITHOUT_JAX = (
     *("jserve", "jserve.config", "jserve.errors", "jserve.messages", "jserve.sampling_params"),
     *("jserve.llm", "jserve.offline", "jserve.flags", "jserve.openai_format", "jserve.client"),
     *("jserve.engine", "jserve.text", "jserve.server", "jserve.batch", "scheduler"),
-    "jserve.sim",
+    *("jserve.sim", "jserve.doctor"),
 )
 
 
