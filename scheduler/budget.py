@@ -127,7 +127,7 @@ class StepBudgeter:
                 rows = (low + high) // 2
                 fits = float(self.model.predict_decodes(rows, each * rows)[0]) <= limit_s
                 low, high = (rows, high) if fits else (low, rows)
-            margin = math.ceil(0.05 * self._max_running)
+            margin = 1 + math.ceil(0.05 * self._max_running)
             if not self._max_running <= low < self._max_running + margin:
                 self._max_running = low
             if low == self._config.max_num_seqs:
