@@ -1,4 +1,4 @@
-"""Latency targets through the whole Scheduler, which learns from a synthetic device as it serves."""
+"""Latency targets through the whole Scheduler, which learns step times while it serves."""
 
 from __future__ import annotations
 
