@@ -75,18 +75,22 @@ def _judge(
     for index, (tenant, ids) in enumerate(prompts):
         assert shared is not None
         counts, first = shared.of(index)
-        reordered.append((tenant, most_shared_first(ids, counts, first)))
+        order = most_shared_first(counts, first)
+        reordered.append((tenant, ids[order]))
         site = find_site(counts, first, could[index], page_size)
         if site is not None:
-            # One site: the same text follows; where texts change places, the same one is shared.
+            # One site: the same text follows; where texts change places, the same one is shared
+            # by most.
             is_order = site.start == site.end
-            at = int(counts.argmax()) if is_order else site.end
+            at = int(order[0]) if is_order else site.end
             hashes = shingle_hashes(ids, width)
             key = (ORDER if is_order else "", int(hashes[min(at, len(hashes) - 1)]))
             found[key].append((index, site))
     would = list(possible_hit_tokens(reordered, page_size))
     templates = [
-        _template(prompts, could, would, sites, decode, page_size) for sites in found.values()
+        _template(prompts, could, would, sites, decode, page_size)
+        for sites in found.values()
+        if len(sites) > 1  # a template has more than one prompt
     ]
     templates = [template for template in templates if template is not None]
     num_tokens = sum(len(ids) for _, ids in prompts)

@@ -78,7 +78,8 @@ class SharedText:
         return counts[start], self._first[ids[start]] + position - start - own_start
 
 
-def most_shared_first(token_ids: np.ndarray, counts: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Returns the prompt with the text that most prompts have in front. Texts of equally many
-    prompts stand in one order in all of them; what is its own comes last, as it was."""
-    return token_ids[np.lexsort((first, -counts))]
+def most_shared_first(counts: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Returns the order of a prompt's tokens with the text that most prompts have in front. Texts
+    of equally many prompts stand in one order in all of them; what is its own comes last, as it
+    was. For counts and first see `SharedText.of`."""
+    return np.lexsort((first, -counts))
