@@ -73,8 +73,7 @@ class RooflineStepTime:
     efficiency: float = 0.7
 
     def predict(self, shape: StepShape) -> float:
-        decode_context = shape.context_tokens if not shape.attended_pairs else 0
-        pairs = shape.attended_pairs + decode_context
+        pairs = max(shape.attended_pairs, shape.context_tokens)  # a decode row has one per token
         return float(self._seconds(shape.num_tokens, shape.context_tokens, pairs))
 
     def predict_decodes(self, num_rows: int, context_tokens: np.ndarray) -> np.ndarray:
@@ -93,19 +92,26 @@ class FittedStepTime:
     A step runs in a compiled shape, its bucket, and costs what that costs, plus so much per token
     of context and per query-key pair. What a bucket costs is linear in its tokens and rows, plus
     what its own steps say beyond that; so a bucket that was never seen is interpolated. Older steps
-    of the same bucket count for less, so that a lasting change is followed. When the steps of
-    several buckets agree that the device became slower or faster, all that was learnt is scaled.
+    of the same bucket count for less, so that a lasting change is followed; and so does, slowly,
+    what no step has confirmed for long, so that a bucket avoided as slow is tried again. When the
+    steps of several buckets agree that the device became slower or faster, all that was learnt is
+    scaled.
     """
 
     DECAY = 0.99  # per step of the same bucket
+    FADE = 0.9  # per LEARN_EVERY steps, whatever their bucket
+    LEAST = 1e-3  # steps that a bucket counts for, however long ago it was seen
     LEARN_EVERY = 32  # steps
     WINDOW = 256  # steps that the error is taken over
     SHRINK = 0.3  # pulls what is a bucket's own to 0, like so many steps of that bucket
-    OUTLIER = 5.0  # times the prediction; a pause counts as no more than that
+    OUTLIER = 2.0  # times what was expected; what takes longer, such as a pause, weighs less
     KNOWN_AFTER = 8  # steps of a bucket; only such buckets tell whether the device changed
     SHIFT = 1.1  # times as slow or as fast: the least that is taken for such a change
     AGREEMENT = 1.25  # how far apart, as a ratio, buckets may be that agree
     _SCALE = np.array([1.0, 1e-3, 1e-5])  # of 1, context tokens, pairs: keeps the sums alike
+    # Of 1, tokens, rows. What tokens and rows explain as well goes mostly to the tokens: rows pass
+    # for cheap until they are tried, as what passes for dear may never be.
+    _LINE_SCALE = np.array([1.0, 1e-2, 1e-2])
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
@@ -125,14 +131,14 @@ class FittedStepTime:
         self._map = np.zeros((count, 5 + count, 3))
         for i, bucket in enumerate(self.buckets):
             mixed_tokens = 0 if bucket.decode_only else bucket.num_tokens
-            self._map[i, :3, 0] = 1.0, mixed_tokens / 100, bucket.num_rows / 10
+            self._map[i, :3, 0] = self._LINE_SCALE * (1.0, mixed_tokens, bucket.num_rows)
             self._map[i, 3, 1] = self._map[i, 4, 2] = self._map[i, 5 + i, 0] = 1.0
 
     @classmethod
     def fit(
         cls, samples: Iterable[tuple[StepShape, float]], buckets: Sequence[Bucket]
     ) -> FittedStepTime:
-        """Returns a model of all samples alike; pauses among them are left out.
+        """Returns a model of all samples alike; pauses among them count for little.
 
         Raises:
           ValueError: there are fewer samples than a model needs.
@@ -141,14 +147,8 @@ class FittedStepTime:
         steps = np.array([model._row(shape, seconds) for shape, seconds in samples], float)
         if len(steps) < cls.LEARN_EVERY:
             raise ValueError(f"{len(steps)} steps are too few; give at least {cls.LEARN_EVERY}")
-        first = cls(buckets)
-        first._add(steps)
-        first._solve()
-        steps = steps[steps[:, 3] < cls.OUTLIER / 2 * first._predict_rows(steps)]
-        model._add(steps)
-        model._solve()
         model.num_observations = len(steps)
-        model._note_ratios(steps[:, 3] / model._predict_rows(steps))
+        model._start(steps)
         return model
 
     @property
@@ -191,30 +191,46 @@ class FittedStepTime:
         if len(self._recent) == self.LEARN_EVERY:
             steps = np.array(self._recent)
             self._recent.clear()
-            self._learn(steps)
+            if self._counts.any():
+                self._learn(steps)
+            else:
+                self._start(steps)
+
+    def _start(self, steps: np.ndarray) -> None:
+        """Fits the first model to steps f64[n, 4]: a step is expected to take what is usual for its
+        bucket, and then what the model says."""
+        usual = {bucket: np.median(steps[steps[:, 0] == bucket, 3]) for bucket in set(steps[:, 0])}
+        expected = np.array([usual[bucket] for bucket in steps[:, 0]])
+        for _ in range(2):
+            self._sums[:], self._targets[:], self._counts[:] = 0.0, 0.0, 0.0
+            self._add(steps, expected)
+            self._solve()
+            expected = self._predict_rows(steps)
+        self._note_ratios(steps[:, 3] / expected)
 
     def _learn(self, steps: np.ndarray) -> None:
         """Takes in steps f64[n, 4], and forgets a little of older ones."""
-        of_bucket = np.bincount(steps[:, 0].astype(int), minlength=len(self.buckets))
-        if self._counts.any():
-            predicted = self._predict_rows(steps)
-            shift = self._shift(steps[:, 0], steps[:, 3] / predicted)
-            self._sums /= shift**2
-            self._targets /= shift
-            predicted *= shift
-            self._note_ratios(steps[:, 3] / predicted)
-            steps[:, 3] = np.minimum(steps[:, 3], self.OUTLIER * predicted)
-        left = self.DECAY**of_bucket
+        buckets, seconds = steps[:, 0].astype(int), steps[:, 3]
+        expected = self._predict_rows(steps)
+        shift = self._shift(buckets, seconds / expected)
+        self._sums /= shift**2
+        self._targets /= shift
+        expected *= shift
+        self._note_ratios(seconds / expected)
+        # Of a bucket that is hardly known, what it takes is believed.
+        expected = np.where(self._counts[buckets] < 1, np.maximum(expected, seconds), expected)
+        left = self.DECAY ** np.bincount(buckets, minlength=len(self.buckets))
+        left *= np.clip(self.LEAST / np.maximum(self._counts, self.LEAST), self.FADE, 1.0)
         self._sums *= left[:, None, None]
         self._targets *= left[:, None]
         self._counts *= left
-        self._add(steps)
+        self._add(steps, expected)
         self._solve()
 
     def _shift(self, buckets: np.ndarray, ratios: np.ndarray) -> float:
         """How many times as long as predicted steps take, if known buckets agree on it; else 1."""
         known = defaultdict[int, list[float]](list)
-        for bucket, ratio in zip(buckets.astype(int).tolist(), ratios.tolist(), strict=True):
+        for bucket, ratio in zip(buckets.tolist(), ratios.tolist(), strict=True):
             if self._counts[bucket] >= self.KNOWN_AFTER:
                 known[bucket].append(ratio)
         medians = [median(of_bucket) for of_bucket in known.values()]
@@ -240,12 +256,14 @@ class FittedStepTime:
         seconds = self._bucket_s[steps[:, 0].astype(int)] + steps[:, 1:3] @ self._slopes
         return np.maximum(np.asarray(seconds, float), MIN_STEP_S)
 
-    def _add(self, steps: np.ndarray) -> None:
-        bucket, seconds = steps[:, 0].astype(int), steps[:, 3:]
-        x = np.concatenate([np.ones_like(seconds), steps[:, 1:3]], axis=1) * self._SCALE
-        x /= seconds  # so that it is relative errors that are made small
+    def _add(self, steps: np.ndarray, expected: np.ndarray) -> None:
+        """Adds steps f64[n, 4], with errors relative to the seconds f64[n] expected of each, so
+        that one that took next to nothing weighs no more than others; a pause weighs less."""
+        bucket = steps[:, 0].astype(int)
+        scale = np.maximum(expected, steps[:, 3] / self.OUTLIER)[:, None]
+        x = np.concatenate([np.ones_like(scale), steps[:, 1:3]], axis=1) * self._SCALE / scale
         np.add.at(self._sums, bucket, x[:, :, None] * x[:, None])
-        np.add.at(self._targets, bucket, x)
+        np.add.at(self._targets, bucket, x * (steps[:, 3:] / scale))
         np.add.at(self._counts, bucket, 1)
 
     def _solve(self) -> None:
@@ -269,7 +287,7 @@ class FittedStepTime:
                 break
             unknown &= ~negative
         self._bucket_s = np.einsum("bd,d->b", self._map[:, :, 0], solution)
-        self._line = solution[:3] / (1.0, 100, 10)
+        self._line = solution[:3] * self._LINE_SCALE
         self._slopes = solution[3:5] * self._SCALE[1:]
 
     def state(self) -> dict[str, Any]:
