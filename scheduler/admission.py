@@ -114,6 +114,15 @@ class Admission:
             self._lane_of[request] = lane
         return None
 
+    def candidates(self, now: float) -> Iterator[Request]:
+        """Yields those among whom `first` chooses: the first of the queue, and of each lane that
+        has room. Moves nobody."""
+        open_lanes = (aside for lane, aside in self._aside.items() if self._room(lane) > 0)
+        for queue in (self.queue, *open_lanes):
+            request = queue.first(now)
+            if request is not None:
+                yield request
+
     def _is_long(self, request: Request) -> bool:
         """Whether a request that waits has a long prompt left to compute."""
         limit = self.config.long_prompt_tokens

@@ -63,7 +63,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._sequence = itertools.count()
         self._started_now: set[Request] = set()  # by the step that is being planned
-        self.is_blocked = False  # nobody can start until a request comes or leaves
+        self.is_blocked = False  # nobody can start until a request comes, leaves or is computed
 
     # ---- in and out -------------------------------------------------------------------------
 
@@ -150,6 +150,8 @@ class Scheduler:
             room = self.config.max_num_batched_tokens - sum(chunks.values())
             decodes = decodes if len(decodes) <= room else decodes[:0]
         plan = self.composer.commit(decodes, chunks)
+        if chunks:
+            self.is_blocked = False  # others may wait for what these computed
         if plan.requests:
             plan.copies_out, plan.copies_in = self.preemption.take_copies()
             plan.predicted_s = self.step_time.predict(plan.shape)
@@ -242,7 +244,7 @@ class Scheduler:
         """Starts the first waiting request if there is room, or if less urgent ones can make it."""
         most = min(max_running, self.config.max_num_seqs)
         is_full = len(self.running) >= most
-        if is_full and not self._is_any_less_urgent(self.waiting.queue.first(now)):
+        if is_full and not any(map(self._is_any_less_urgent, self.waiting.candidates(now))):
             self.is_blocked = True
             return None
         request = self.waiting.first(now)
@@ -279,8 +281,8 @@ class Scheduler:
         spare = len(self.running) + int(self.config.watermark * self.pool.num_usable)
         return spare << min(request.num_preemptions, MAX_BACKOFF)
 
-    def _is_any_less_urgent(self, request: Request | None) -> bool:
-        if request is None or not self.waiting.queue.preempts:
+    def _is_any_less_urgent(self, request: Request) -> bool:
+        if not self.waiting.queue.preempts:
             return False
         return any(p > request.priority and n for p, n in self._priorities.items())
 

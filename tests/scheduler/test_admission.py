@@ -1,16 +1,15 @@
-"""Who may start: classes with caps, the gate for long prompts, urgent requests, groups, bounds of
-the queue, equal prefixes, and preemption by cost."""
+"""Who may start: classes with caps, the gate for long prompts, groups, bounds of the queue, and
+equal prefixes."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from scheduler.config import RequestClass
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.scheduler import Scheduler
-from scheduler.step_time import LinearStepTime
-from tests.scheduler.test_scheduler import PAGE, add, make, rows, run_dry, turn
+from tests.scheduler.test_preemption import run_dry
+from tests.scheduler.test_scheduler import PAGE, add, make, rows, turn
 
 CAPPED = (RequestClass(name="fast"), RequestClass(name="batch", priority=5, max_num_seqs=1))
 
@@ -89,51 +88,6 @@ def test_a_cached_beginning_makes_a_long_prompt_short():
     turn(s)
     assert again.status == RequestStatus.RUNNING or again.is_finished
     assert again.num_cached_tokens == 20
-
-
-# ---- urgency ------------------------------------------------------------------------------------
-
-
-def test_O42_an_urgent_request_takes_a_slot_from_the_least_urgent():
-    s = make(max_num_seqs=2)
-    low, lower = add(s, "a", 3, priority=2), add(s, "b", 3, priority=3)
-    turn(s)
-    urgent = add(s, "u", 3, priority=0)
-    plan = turn(s)
-    assert urgent in plan.requests
-    assert (low.status, lower.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-    assert lower not in plan.requests
-
-
-@pytest.mark.parametrize("changes", [{"policy": "fcfs"}, {"max_starvation_s": 0.0}])
-def test_nobody_gives_way_without_priorities_or_after_waiting_as_long_as_any_may(changes):
-    s = make(max_num_seqs=1, **changes)
-    running = add(s, "a", 3, priority=2)
-    turn(s, now=1.0)
-    add(s, "u", 3, priority=0, arrival_time=1.0)
-    turn(s, now=1.0)
-    assert running.status == RequestStatus.RUNNING
-
-
-def test_equals_do_not_give_way_to_each_other():
-    s = make(max_num_seqs=1)
-    running = add(s, "a", 3, priority=1)
-    turn(s)
-    add(s, "u", 3, priority=1)
-    turn(s)
-    assert running.status == RequestStatus.RUNNING
-
-
-def test_nobody_gives_way_where_that_would_not_be_enough():
-    s = make(max_num_seqs=3, num_pages=1 + 10)
-    add(s, "a", 24, 4, priority=0)  # 6 of 10 pages
-    low = add(s, "b", 4, 8, priority=5)
-    turn(s)
-    turn(s)
-    add(s, "u", 20, 4, priority=0)  # needs 5; 2 are free, the low one holds 2
-    turn(s)
-    assert low.status == RequestStatus.RUNNING
-    assert s.num_preemptions == 0
 
 
 # ---- order of a step, groups --------------------------------------------------------------------
@@ -295,88 +249,3 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated():
     while not second.is_finished:
         turn(s)
     assert second.num_cached_tokens == 20, "all full pages but that of the last token"
-
-
-# ---- preemption by cost -------------------------------------------------------------------------
-
-SLOW = LinearStepTime(per_prefill_token_s=1.0)
-
-
-def swapping(swap_page_s: float, num_host_pages: int = 8, **changes) -> Scheduler:
-    base = make(num_pages=1 + 6, num_host_pages=num_host_pages, **changes)
-    return Scheduler(base.config, SLOW, swap_page_s)
-
-
-def dry(s: Scheduler):
-    """Two requests that outgrow the pool; returns the plan that preempts, and the victim."""
-    add(s, "b", 8, 16)
-    small = add(s, "s", 3, 16)
-    return run_dry(s), small
-
-
-@pytest.mark.parametrize(("swap_page_s", "swaps"), [(0.0, True), (1.0, True), (3.0, False)])
-def test_the_cheaper_of_swapping_and_recomputing_is_done(swap_page_s, swaps):
-    s = swapping(swap_page_s)
-    plan, small = dry(s)
-    num_pages = len(plan.copies_out)
-    assert (num_pages > 0) == swaps
-    assert (small.host_pages is not None) == swaps
-    if swaps:
-        assert num_pages == -(-small.num_swapped_tokens // PAGE)
-        assert 2 * num_pages * swap_page_s < small.num_swapped_tokens
-
-
-def test_swapped_pages_come_back_before_the_step_that_reads_them():
-    s = swapping(0.0)
-    plan, small = dry(s)
-    out = plan.copies_out
-    tokens = small.num_swapped_tokens
-    while small.status != RequestStatus.RUNNING:
-        assert s.preemption.num_host_pages_used == len(out)
-        plan = turn(s)
-    assert plan.copies_in[:, 0].tolist() == out[:, 1].tolist()
-    assert plan.copies_in[:, 1].tolist() == s.slots.pages(small)[: len(out)].tolist()
-    assert [(start, n) for name, start, n in rows(plan) if name == "s"] == [(tokens, 1)]
-    assert s.preemption.num_host_pages_used == 0
-
-
-def test_a_full_host_pool_means_recomputing():
-    s = swapping(0.0, num_host_pages=0)
-    plan, small = dry(s)
-    assert len(plan.copies_out) == 0
-    assert small.host_pages is None
-
-
-def test_what_is_aborted_while_swapped_out_gives_its_host_pages_back():
-    s = swapping(0.0)
-    _, small = dry(s)
-    s.finish(small, FinishReason.ABORT)
-    assert s.preemption.num_host_pages_used == 0
-    turn(s)
-    assert s.preemption.host.num_free == 8
-
-
-def test_host_pages_are_used_again_only_after_the_copies_that_read_them_were_handed_over():
-    s = swapping(0.0, num_host_pages=2)
-    plan, small = dry(s)
-    used = set(plan.copies_out[:, 1].tolist())
-    s.finish(small, FinishReason.ABORT)
-    assert s.preemption.host.num_free + len(used) == 2, "not before the next step"
-    turn(s)
-    assert s.preemption.host.num_free == 2
-
-
-def test_the_cause_of_each_preemption_is_counted_and_told():
-    s = swapping(0.0)
-    heard = []
-    s.preemption.listener = lambda request, cause: heard.append((request.request_id, cause))
-    dry(s)
-    assert heard == [("s", "no free page")]
-    assert s.preemption.counts == {"no free page": 1}
-
-
-def test_a_cost_is_asked_for_steps_that_can_exist():
-    s = make(num_pages=1 + 6, num_host_pages=8, prefill_chunk=500)
-    s.preemption.swap_page_s = 1e9
-    dry(s)  # would ask a bucket that no step has
-    assert np.isfinite(s.preemption._recompute_s(64))
