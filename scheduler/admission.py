@@ -114,6 +114,11 @@ class Admission:
             self._lane_of[request] = lane
         return None
 
+    def oldest(self) -> Request | None:
+        """Returns the request that arrived first of all that wait, those set aside included."""
+        firsts = (queue.oldest() for queue in (self.queue, *self._aside.values()))
+        return min(filter(None, firsts), key=lambda r: r.arrival_time, default=None)
+
     def candidates(self, now: float) -> Iterator[Request]:
         """Yields those among whom `first` chooses: the first of the queue, and of each lane that
         has room. Moves nobody."""

@@ -126,7 +126,7 @@ class Scheduler:
         """Returns the seconds after which a scheduler that planned nothing has to be asked again
         though nothing happened meanwhile; None if never."""
         times = [self._deadlines[0][0]] if self._deadlines else []
-        oldest = self.waiting.queue.oldest()
+        oldest = self.waiting.oldest()
         if oldest is not None and self.config.batching == "dynamic":
             times.append(oldest.arrival_time + self.config.batch_window_s)
         return max(min(times) - now, 0.0) if times else None
@@ -235,7 +235,7 @@ class Scheduler:
             return False
         if self.config.batching == "static" or len(self.waiting) >= self.config.max_num_seqs:
             return True
-        oldest = self.waiting.queue.oldest()
+        oldest = self.waiting.oldest()
         return oldest is None or now - oldest.arrival_time >= self.config.batch_window_s
 
     def _admit_next(

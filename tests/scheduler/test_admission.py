@@ -127,6 +127,15 @@ def test_a_dynamic_group_waits_to_be_full_or_for_its_window():
     assert turn(s, now=11.5).requests
 
 
+def test_who_was_set_aside_counts_in_the_window_of_a_dynamic_group():
+    s = make(batching="dynamic", batch_window_s=0.5, classes=CAPPED)
+    first, aside = (add(s, n, 2, 1, request_class="batch", arrival_time=0.0) for n in "ab")
+    assert turn(s, now=0.6).requests == [first]
+    late = add(s, "c", 2, 1, arrival_time=0.6)
+    assert s.next_wake_s(0.7) == 0.0
+    assert turn(s, now=0.7).requests == [aside, late]
+
+
 def test_a_scheduler_without_deadlines_or_windows_waits_for_events_alone():
     s = make()
     assert s.next_wake_s(0.0) is None
