@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from scheduler.config import RequestClass, SchedulerConfig
 from scheduler.pages import RequestPages
-from scheduler.policy import POLICIES, PolicySettings, Priority, WaitingQueue
+from scheduler.policy import POLICIES, PolicySettings, WaitingQueue
 from scheduler.request import Request, RequestStatus
 
 MAX_PASSED = 64  # requests set aside, or taken back, per call
@@ -37,7 +37,7 @@ class Admission:
             config.max_starvation_s, config.tenant_weights, pages.num_cached_tokens
         )
         self.queue: WaitingQueue = POLICIES[config.policy](self._settings)
-        self._aside: dict[Lane, WaitingQueue] = {}  # by priority, whatever the policy
+        self._aside: dict[Lane, WaitingQueue] = {}
         self._lane_of: dict[Request, Lane] = {}
 
     def __len__(self) -> int:
@@ -109,7 +109,8 @@ class Admission:
                 return request
             self.queue.remove(request)
             if lane not in self._aside:
-                self._aside[lane] = Priority(self._settings)
+                self._aside[lane] = POLICIES[self.config.policy](self._settings)
+                self._aside[lane].share_history(self.queue)
             self._aside[lane].push(request)
             self._lane_of[request] = lane
         return None
@@ -162,6 +163,8 @@ class Admission:
         kind = self.class_of(request)
         if kind is not None and self._room(("class", kind.name)) <= 0:
             return ("class", kind.name)
+        if self.config.batching != "continuous":
+            return None  # a group starts together
         if self._is_long(request) and self._room(("long", None)) <= 0:
             return ("long", None)
         page = self._pages.page_in_work(request)

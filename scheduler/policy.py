@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.request import Request
+from scheduler.request import FinishReason, Request
 
 PREFILL_TOKENS_PER_DECODE = 16  # prompt tokens that take as long as one more token of output
 MAX_IDLE_TENANTS = 1024  # whose history is kept
@@ -100,6 +100,9 @@ class WaitingQueue:
         """Takes a request out; one that does not wait is ignored."""
         self._by_arrival.remove(request)
 
+    def share_history(self, other: WaitingQueue) -> None:
+        """Goes by what `other`, of the same kind, hears of what was served and finished."""
+
     def oldest(self) -> Request | None:
         return self._by_arrival.first()
 
@@ -167,6 +170,10 @@ class ShortestJob(_ByKey):
         super().__init__(settings)
         self._mean_output: dict[tuple[str, str], float] = {}
 
+    def share_history(self, other: WaitingQueue) -> None:
+        assert isinstance(other, ShortestJob), "queues of one policy"
+        self._mean_output = other._mean_output
+
     def key(self, request: Request) -> tuple[float, float]:
         most = request.sampling.max_tokens
         output = min(self._mean_output.get(self._kind(request), most), most)
@@ -174,6 +181,8 @@ class ShortestJob(_ByKey):
         return left + request.num_tokens / PREFILL_TOKENS_PER_DECODE, request.arrival_time
 
     def on_finished(self, request: Request) -> None:
+        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return  # how long it would have become is not known
         length = float(request.num_output_tokens)
         kind = self._kind(request)
         mean = self._mean_output.pop(kind, length)
@@ -202,13 +211,17 @@ class FairShare(WaitingQueue):
         self._order: list[tuple[float, str]] = []  # served so far, tenant; counts only rise
         self._floor = 0.0  # count of the tenant whose request left last
 
+    def share_history(self, other: WaitingQueue) -> None:
+        assert isinstance(other, FairShare), "queues of one policy"
+        self._served = other._served
+
     def push(self, request: Request) -> None:
         super().push(request)
         tenant = request.tenant
         if tenant not in self._waiting:
             least = self._least_served()
             if least is not None:
-                self._floor = self._served[least]
+                self._floor = self._served.get(least, self._floor)
             self._forget_idle()
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
             self._waiting[tenant] = _Heap(_arrival)
@@ -220,7 +233,7 @@ class FairShare(WaitingQueue):
         heap = self._waiting.get(request.tenant)
         if heap is not None:
             heap.remove(request)
-            self._floor = self._served[request.tenant]
+            self._floor = self._served.get(request.tenant, self._floor)
             if not heap:
                 del self._waiting[request.tenant]
 
@@ -234,7 +247,7 @@ class FairShare(WaitingQueue):
             served, tenant = self._order[0]
             if tenant not in self._waiting:
                 heapq.heappop(self._order)
-            elif served < self._served[tenant]:
+            elif served < self._served.get(tenant, served):
                 heapq.heapreplace(self._order, (self._served[tenant], tenant))
             else:
                 return tenant
@@ -243,8 +256,9 @@ class FairShare(WaitingQueue):
     def _forget_idle(self) -> None:
         """Lets go of tenants that would come back at the floor anyway."""
         if len(self._served) > 2 * len(self._waiting) + MAX_IDLE_TENANTS:
-            keep = {t: n for t, n in self._served.items() if t in self._waiting or n > self._floor}
-            self._served = keep
+            for tenant, count in list(self._served.items()):
+                if tenant not in self._waiting and count <= self._floor:
+                    del self._served[tenant]  # in place: other queues share it
 
     def on_decoded(self, requests: Sequence[Request], num_steps: int) -> None:
         for request in requests:

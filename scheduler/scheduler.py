@@ -140,8 +140,11 @@ class Scheduler:
         limits = self.composer.limits(now, decodes)
         chunks: dict[Request, int] = {}  # tokens of each prompt
         budget = limits.prefill_tokens
+        may_admit = self.num_preemptions == num_preemptions  # else what was freed is spoken for
+        if may_admit and self._is_urgent_waiting(now):
+            budget = self._admit(now, chunks, budget, limits.max_running)
         budget = self.composer.plan_chunks(chunks, budget, self.composer.for_long(budget))
-        if self.num_preemptions == num_preemptions:  # what was just freed is spoken for
+        if may_admit:
             budget = self._admit(now, chunks, budget, limits.max_running)
         if budget > 0 and self.waiting.long:  # nobody else wants it
             self.composer.plan_chunks(chunks, budget, budget)
@@ -175,7 +178,8 @@ class Scheduler:
         """
         if not plan.requests:
             return []
-        assert plan is self._in_flight.popleft(), "steps are collected in order"
+        oldest = self._in_flight.popleft()
+        assert plan is oldest, "steps are collected in order"
         if token_ids is None:
             self._update_counts(plan)
             return []
@@ -229,6 +233,14 @@ class Scheduler:
             for_long -= count if is_long else 0
         return budget
 
+    def _is_urgent_waiting(self, now: float) -> bool:
+        """Whether a request waits that is more urgent than a prompt that would use the step."""
+        if not (self.waiting.queue.preempts and self.composer.prefilling and self.waiting):
+            return False
+        first = self.waiting.first(now)
+        last = next(reversed(self.composer.prefilling))  # the least urgent one
+        return first is not None and first.priority < last.priority
+
     def _may_start_group(self, now: float) -> bool:
         """A group starts when the one before it has ended; a dynamic one also waits to be full."""
         if self.running or not self.waiting:
@@ -236,7 +248,7 @@ class Scheduler:
         if self.config.batching == "static" or len(self.waiting) >= self.config.max_num_seqs:
             return True
         oldest = self.waiting.oldest()
-        return oldest is None or now - oldest.arrival_time >= self.config.batch_window_s
+        return oldest is None or now >= oldest.arrival_time + self.config.batch_window_s
 
     def _admit_next(
         self, now: float, chunks: dict[Request, int], max_running: int
@@ -264,7 +276,10 @@ class Scheduler:
         )
         self.running[request] = None
         self._started_now.add(request)
-        self.composer.prefilling[request] = None
+        prefilling = [*self.composer.prefilling, request]
+        if self.waiting.queue.preempts:  # the most urgent one has the first piece of each step
+            prefilling.sort(key=lambda r: r.priority)
+        self.composer.prefilling = dict.fromkeys(prefilling)
         self._priorities[request.priority] += 1
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
@@ -278,13 +293,14 @@ class Scheduler:
         back into the state that preempted it."""
         if not self.running:
             return 0
-        spare = len(self.running) + int(self.config.watermark * self.pool.num_usable)
-        return spare << min(request.num_preemptions, MAX_BACKOFF)
+        spare = len(self.running) << min(request.num_preemptions, MAX_BACKOFF)
+        spare += int(self.config.watermark * self.pool.num_usable)
+        return min(spare, self.pool.num_usable - self.pages.pages_for(request.num_tokens))
 
     def _is_any_less_urgent(self, request: Request) -> bool:
         if not self.waiting.queue.preempts:
             return False
-        return any(p > request.priority and n for p, n in self._priorities.items())
+        return max(self._priorities, default=request.priority) > request.priority
 
     def _less_urgent_than(self, request: Request, now: float) -> Request | None:
         """The running request that has to make room for an urgent one, if that is enough. One that
@@ -340,6 +356,8 @@ class Scheduler:
         self.is_blocked = False
         self.composer.prefilling.pop(request, None)
         self._priorities[request.priority] -= 1
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
         self.waiting.stop(request)
         return in_flight
 

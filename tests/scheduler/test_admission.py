@@ -258,3 +258,37 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated():
     while not second.is_finished:
         turn(s)
     assert second.num_cached_tokens == 20, "all full pages but that of the last token"
+
+
+def test_a_static_group_of_equal_prompts_starts_together():
+    s = make(batching="static", enable_prefix_cache=True, num_pages=1 + 60, long_prompt_tokens=2)
+    for _ in range(4):
+        add(s, "same", 12, 3)
+    turn(s)
+    assert len(s.running) == 4
+
+
+def test_a_dynamic_group_starts_when_its_window_is_over_to_the_last_bit():
+    s = make(batching="dynamic", batch_window_s=0.05)
+    add(s, "a", 2, 1, arrival_time=0.3)
+    wake = s.next_wake_s(0.3)
+    assert turn(s, now=0.3 + wake).requests
+
+
+def test_an_urgent_prompt_is_computed_before_less_urgent_ones_that_began():
+    s = make(num_pages=1 + 60)
+    for name in "abc":
+        add(s, name, 40, 2, priority=9)
+    turn(s)
+    urgent = add(s, "u", 6, 2, priority=0)
+    assert ("u", 0, 6) in rows(turn(s))
+    assert urgent.num_output_tokens == 1
+
+
+def test_no_back_off_asks_for_more_pages_than_there_are():
+    s = make(num_pages=1 + 60, watermark=0.1)
+    add(s, "a", 4, 8)
+    turn(s)
+    again = add(s, "b", 4, 8)
+    again.num_preemptions = 50
+    assert s._spare_for(again) <= 60 - 1

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import RequestClass, SchedulerConfig
 from scheduler.policy import (
     MAX_IDLE_TENANTS,
     POLICIES,
@@ -129,6 +129,7 @@ def test_sjf_learns_how_long_the_outputs_of_a_tenant_are():
     queue = ShortestJob()
     ended = request("x", 0.0, output=1000, tenant="brief")
     ended.num_output_tokens = 4
+    ended.finish_reason = FinishReason.LENGTH
     queue.on_finished(ended)
     brief = request("b", 2.0, output=1000, tenant="brief")
     other = request("o", 1.0, output=100)
@@ -138,7 +139,9 @@ def test_sjf_learns_how_long_the_outputs_of_a_tenant_are():
 def test_sjf_remembers_a_bounded_number_of_tenants():
     queue = ShortestJob()
     for i in range(2 * MAX_IDLE_TENANTS):
-        queue.on_finished(request("x", 0.0, tenant=str(i)))
+        ended = request("x", 0.0, tenant=str(i))
+        ended.finish_reason = FinishReason.STOP
+        queue.on_finished(ended)
     assert len(queue._mean_output) == MAX_IDLE_TENANTS
 
 
@@ -294,3 +297,48 @@ def test_without_a_bound_time_does_not_matter():
     queue = pushed(Priority(), request("a", 1.0, priority=1), request("b", 2.0))
     assert queue.settings.max_starvation_s == math.inf
     assert queue.first(1e12).request_id == "b"
+
+
+def test_sjf_learns_nothing_from_what_did_not_end_by_itself():
+    queue = ShortestJob()
+    for reason in (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR):
+        ended = request("x", 0.0, output=1000, tenant="brief")
+        ended.finish_reason = reason
+        queue.on_finished(ended)
+    brief = request("b", 2.0, output=1000, tenant="brief")
+    other = request("o", 1.0, output=100)
+    assert order(pushed(queue, brief, other)) == "ob"
+
+
+def test_fair_shares_hold_among_requests_of_a_class_at_its_cap():
+    limits = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        prefill_chunk=32,
+        page_size=4,
+        num_pages=500,
+        max_model_len=64,
+        enable_prefix_cache=False,
+        policy="fair",
+        classes=(RequestClass(name="batch", max_num_seqs=1),),
+    )
+    scheduler = Scheduler(limits)
+    for i in range(40):
+        tenant = "quiet" if i >= 38 else "flood"
+        scheduler.add(
+            Request(
+                f"{tenant}{i}",
+                [1 + i, 2, 3],
+                SamplingView(max_tokens=2),
+                tenant=tenant,
+                request_class="batch",
+                arrival_time=float(i),
+            )
+        )
+    ended: list[str] = []
+    for _ in range(200):
+        plan = scheduler.schedule(50.0)
+        scheduler.update(plan, [7] * len(plan.requests))
+        ended += [r.request_id for r in plan.requests if r.is_finished]
+    assert len(ended) == 40
+    assert max(ended.index("quiet38"), ended.index("quiet39")) <= 5
