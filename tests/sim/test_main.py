@@ -90,7 +90,12 @@ def test_rate_scale_and_limit_change_the_load(tmp_path):
 def test_requests_beyond_the_bounds_are_counted(tmp_path, capsys):
     load = ("--requests=30", "--input_len=100,200", "--output_len=5", COSTS)
     report = simulated(
-        tmp_path, *load, "--max_model_len=150", "--max_queued_requests=4", "--goodput=ttft_ms:9e9"
+        tmp_path,
+        *load,
+        "--max_model_len=150",
+        "--max_queued_requests=4",
+        "--max_num_seqs=2",
+        "--goodput=ttft_ms:9e9",
     )
     [(why, skipped)] = report["skipped"].items()
     assert "150 tokens" in why
