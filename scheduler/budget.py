@@ -3,10 +3,7 @@ between tokens. Knows counts and predicted seconds: not requests, not pages."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
-
-import numpy as np
 
 from scheduler.config import SchedulerConfig
 from scheduler.step_shape import StepShape
@@ -15,6 +12,7 @@ from scheduler.step_time import FittedStepTime, StepTime
 REASONS = ("fixed limits", "no model yet", "itl target", "floor", "ttft target")
 GRANULE = 16  # prompt tokens by which a budget changes
 RUNNING_EVERY = 16  # steps between two looks at the running cap
+HEADROOM = 0.05  # of the target, that has to be left for the running cap to rise
 PATIENCE_S = 1.0  # a TTFT missed by so much doubles the time that a step may take
 MOST_PATIENCE = 8.0  # times the ITL target that a late first token may make of it
 
@@ -55,16 +53,22 @@ class StepBudgeter:
           num_decodes: its decode rows, which have `context_tokens` in all.
           num_rows_running: requests that run.
           prefill_context: tokens that the first prompt to go on has computed already.
-          itl_slo_s: the strictest target of those that decode; 0: none, the fixed limits hold.
+          itl_slo_s: the strictest target of those that run; 0: none, the fixed limits hold. While
+            nobody decodes they hold for prompts, but no more may run than did last.
           ttft_slack_s: seconds until a prompt misses its target for the first token. When it has,
             the ITL target gives way, the more the later it is.
         """
         config, model = self._config, self.model
         most = config.max_num_batched_tokens - num_decodes
-        if itl_slo_s <= 0 or not num_decodes:
+        if itl_slo_s <= 0:
             budget = StepBudget(most, config.max_num_seqs, "fixed limits")
         elif isinstance(model, FittedStepTime) and not model.is_ready:
             budget = StepBudget(most, config.max_num_seqs, "no model yet")
+        elif not num_decodes:
+            self._until_running = 0
+            running = max(self._max_running, num_rows_running, 1)
+            is_capped = running < config.max_num_seqs
+            budget = StepBudget(most, running, "itl target" if is_capped else "fixed limits")
         else:
             itl_s = itl_slo_s
             if ttft_slack_s < 0:
@@ -115,21 +119,23 @@ class StepBudgeter:
 
     def _running_cap(self, num_decodes: int, context_tokens: int, itl_slo_s: float) -> int:
         """The most rows with which a step that only decodes keeps the target, each with the context
-        that the present ones have on average. It rises by more than one row at a time only, so that
-        it does not go to and fro."""
+        that the present ones have on average. It rises only as far as leaves some of the target, so
+        that it does not go to and fro. A target that one row alone misses caps nothing."""
         self._until_running -= 1
         if self._until_running <= 0:
             self._until_running = RUNNING_EVERY
             limit_s = itl_slo_s / self._p95_ratio()
-            each = np.array([context_tokens / num_decodes])
-            low, high = 0, self._config.max_num_seqs + 1
-            while high - low > 1:
-                rows = (low + high) // 2
-                fits = float(self.model.predict_decodes(rows, each * rows)[0]) <= limit_s
-                low, high = (rows, high) if fits else (low, rows)
-            margin = 1 + math.ceil(0.05 * self._max_running)
-            if not self._max_running <= low < self._max_running + margin:
-                self._max_running = low
-            if low == self._config.max_num_seqs:
-                self._max_running = low
+            each = context_tokens / num_decodes
+            rows = self._most_rows(limit_s, each)
+            if rows > self._max_running:
+                rows = max(self._most_rows((1 - HEADROOM) * limit_s, each), self._max_running)
+            self._max_running = rows or self._config.max_num_seqs
         return self._max_running
+
+    def _most_rows(self, limit_s: float, context_of_each: float) -> int:
+        low, high = 0, self._config.max_num_seqs + 1
+        while high - low > 1:
+            rows = (low + high) // 2
+            shape = StepShape(rows, rows, 0, int(rows * context_of_each), 0)
+            low, high = (rows, high) if self.model.predict(shape) <= limit_s else (low, rows)
+        return low

@@ -53,7 +53,7 @@ class Composer:
             num_rows_running=config.max_num_seqs - self._slots.num_free,
             context_tokens=int(self._slots.num_computed[decodes].sum()) + num_decodes,
             prefill_context=0 if first is None else int(self._slots.num_computed[first.slot]),
-            itl_slo_s=self._waiting.strictest_itl_slo_s() if num_decodes else 0.0,
+            itl_slo_s=self._waiting.strictest_itl_slo_s(),
             ttft_slack_s=self._waiting.ttft_slack_s(now, self.prefilling),
         )
 

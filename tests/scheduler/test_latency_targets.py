@@ -9,7 +9,7 @@ from scheduler.request import Request, SamplingView
 from scheduler.scheduler import Scheduler
 from scheduler.step_time import FittedStepTime
 from tests.scheduler.synthetic_device import BUCKETS, SyntheticDevice
-from tests.scheduler.test_budget import MS, config
+from tests.scheduler.test_budget import LINE, MS, config
 
 
 class Serving:
@@ -48,18 +48,17 @@ class Serving:
         return float(np.quantile(gaps, 0.95))
 
 
+def request(n: int, num_prompt: int, num_output: int, at: float = 0.0) -> Request:
+    prompt = np.arange(num_prompt, dtype=np.int32) + 10_000 * n
+    return Request(f"r{n}", prompt, SamplingView(num_output), arrival_time=at)
+
+
 def mixed_load(num: int, rate: float, seed: int = 3) -> list[Request]:
     """Chats of 60 tokens, and one long prompt of 1,500 in every five."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, num))
     return [
-        Request(
-            f"r{n}",
-            np.arange(1500 if n % 5 == 4 else 60, dtype=np.int32) + 10_000 * n,
-            SamplingView(100),
-            arrival_time=float(at),
-        )
-        for n, at in enumerate(arrivals)
+        request(n, 1500 if n % 5 == 4 else 60, 100, at) for n, at in enumerate(arrivals.tolist())
     ]
 
 
@@ -74,6 +73,16 @@ def test_under_a_mixed_load_the_target_holds_and_no_prompt_starves():
     assert p95[15] <= 15 < p95[0]
     assert slowest[15] < 0.5, "without the target it is less than 0.1 s"
     assert slowest[0] < 0.1
+
+
+def test_a_burst_on_an_idle_engine_starts_no_more_than_the_target_allows():
+    serving = Serving(config(itl_slo_s=5 * MS), SyntheticDevice())
+    scheduler = serving.scheduler = Scheduler(config(itl_slo_s=5 * MS), LINE)
+    serving.run([request(n, 20, 30) for n in range(5)])
+    for n in range(60):
+        scheduler.add(request(100 + n, 10, 30))
+    plan = scheduler.schedule(serving.now)
+    assert len(plan.requests) == len(scheduler.running) == 40
 
 
 def test_an_impossible_target_starves_none_and_one_for_first_tokens_bounds_the_wait():

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
-from scheduler.kv_events import (
-    BYTES_PER_TOKEN,
-    Cleared,
-    Removed,
-    Stored,
-    page_digest,
-    root_digest,
-    token_bytes,
-)
+from scheduler.kv_events import page_digest, root_digest, token_bytes
 from scheduler.page_pool import PagePool
 from scheduler.prefix_cache import Node, PrefixCache
 
@@ -217,76 +207,3 @@ def test_what_nobody_uses_any_more_leaves_no_trace():
         cached(cache, A, keys=(("tenant", tenant),))
     assert len(cache._roots) <= 2
     assert len(cache._leaves) < 100
-
-
-class Replay:
-    """What a router knows from events alone."""
-
-    def __init__(self) -> None:
-        self.parent_of: dict[bytes, bytes] = {}
-
-    def __call__(self, event) -> None:
-        if isinstance(event, Stored):
-            parent = event.parent
-            assert len(event.token_ids) == PAGE * len(event.digests)
-            for digest in event.digests:
-                assert digest not in self.parent_of, "stored twice"
-                self.parent_of[digest] = parent
-                parent = digest
-        elif isinstance(event, Removed):
-            for digest in event.digests:
-                del self.parent_of[digest]
-        else:
-            assert isinstance(event, Cleared)
-            self.parent_of.clear()
-
-
-def names_in(cache: PrefixCache) -> dict[bytes, bytes]:
-    replay = Replay()
-    for event in cache.snapshot():
-        replay(event)
-    return replay.parent_of
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_use_keeps_pages_contents_and_events_right(seed):
-    """Against a model that knows what each page holds: a page found is a page with that prefix."""
-    draw = random.Random(seed)
-    cache = make(num_pages=1 + 14)
-    router = Replay()
-    cache.events = router
-    content: dict[int, bytes] = {}  # page -> keys and all tokens up to its end
-    live: list[tuple[Node, np.ndarray]] = []
-    for turn in range(400):
-        if live and draw.random() < 0.5:
-            cache.release(live.pop(draw.randrange(len(live)))[0])
-        elif draw.random() < 0.03:
-            assert cache.reset() == (cache.num_evictable == cache.num_cached or not live)
-        else:
-            keys = draw.choice([(), (("tenant", "x"),)])
-            pages = [[draw.choice([1, 1, 2])] * PAGE for _ in range(draw.randint(1, 6))]
-            text, size = tokens(*pages), PAGE * BYTES_PER_TOKEN
-            found, idle = cache.match(keys, text, len(pages))
-            if cache.num_available - idle < len(pages) - found:
-                assert cache.allocate(cache.num_available + 1) is None
-                continue
-            node, shared = cache.acquire(keys, text, len(pages))
-            assert len(shared) == found
-            fresh = cache.allocate(len(pages) - found)
-            for i, page in enumerate(fresh.tolist(), found):
-                content[page] = repr(keys).encode() + text[: (i + 1) * size]
-            node, used = cache.extend(node, text, found, fresh)
-            held = np.concatenate([shared, used])
-            for i, page in enumerate(held.tolist()):
-                assert content[page] == repr(keys).encode() + text[: (i + 1) * size]
-            live.append((node, held))
-        check(cache)
-        for _, held in live:
-            assert np.isin(held, cache.held_pages()).all(), "a page in use was evicted"
-        if turn % 10 == 0:
-            assert names_in(cache) == router.parent_of
-    for node, _ in live:
-        cache.release(node)
-    assert cache.reset()
-    assert router.parent_of == {}
-    assert cache.pool.num_free == cache.pool.num_usable
