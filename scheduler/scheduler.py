@@ -135,6 +135,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Plans the next step: decode rows, then chunks of running prompts, then new requests."""
+        self._started_now.clear()
         num_preemptions = self.num_preemptions
         decodes = self._ensure_decode_pages()
         limits = self.composer.limits(now, decodes)
@@ -217,7 +218,6 @@ class Scheduler:
     def _admit(self, now: float, chunks: dict[Request, int], budget: int, max_running: int) -> int:
         """Starts waiting requests, and plans their first pieces; returns the budget left."""
         self.is_blocked = False
-        self._started_now.clear()
         in_groups = self.config.batching != "continuous"
         if in_groups and not self._may_start_group(now):
             return budget
