@@ -108,7 +108,7 @@ class FittedStepTime:
     KNOWN_AFTER = 8  # steps of a bucket; only such buckets tell whether the device changed
     SHIFT = 1.1  # times as slow or as fast: the least that is taken for such a change
     AGREEMENT = 1.25  # how far apart, as a ratio, buckets may be that agree
-    _SCALE = np.array([1.0, 1e-3, 1e-5])  # of 1, context tokens, pairs: keeps the sums alike
+    _SCALE = np.array([1.0, 1e-3, 1e-5, 1.0])  # of 1, context tokens, pairs, seconds: for the sums
     # Of 1, tokens, rows. What tokens and rows explain as well goes mostly to the tokens: rows pass
     # for cheap until they are tried, as what passes for dear may never be.
     _LINE_SCALE = np.array([1.0, 1e-2, 1e-2])
@@ -117,8 +117,7 @@ class FittedStepTime:
         self.buckets = list(buckets)
         self.num_observations = 0
         count = len(self.buckets)
-        self._sums = np.zeros((count, 3, 3))
-        self._targets = np.zeros((count, 3))
+        self._sums = np.zeros((count, 4, 4))  # of products of 1, context, pairs and seconds
         self._counts = np.zeros(count)
         self._bucket_s = np.zeros(count)  # what each bucket costs
         self._line = np.zeros(3)  # constant, per token of a mixed bucket, per row
@@ -202,7 +201,7 @@ class FittedStepTime:
         usual = {bucket: np.median(steps[steps[:, 0] == bucket, 3]) for bucket in set(steps[:, 0])}
         expected = np.array([usual[bucket] for bucket in steps[:, 0]])
         for _ in range(2):
-            self._sums[:], self._targets[:], self._counts[:] = 0.0, 0.0, 0.0
+            self._sums[:], self._counts[:] = 0.0, 0.0
             self._add(steps, expected)
             self._solve()
             expected = self._predict_rows(steps)
@@ -213,8 +212,8 @@ class FittedStepTime:
         buckets, seconds = steps[:, 0].astype(int), steps[:, 3]
         expected = self._predict_rows(steps)
         shift = self._shift(buckets, seconds / expected)
-        self._sums /= shift**2
-        self._targets /= shift
+        self._sums[:, :3] /= shift  # as if its steps had taken that much longer
+        self._sums[:, :, :3] /= shift
         expected *= shift
         self._note_ratios(seconds / expected)
         # Of a bucket that is hardly known, what it takes is believed.
@@ -222,7 +221,6 @@ class FittedStepTime:
         left = self.DECAY ** np.bincount(buckets, minlength=len(self.buckets))
         left *= np.clip(self.LEAST / np.maximum(self._counts, self.LEAST), self.FADE, 1.0)
         self._sums *= left[:, None, None]
-        self._targets *= left[:, None]
         self._counts *= left
         self._add(steps, expected)
         self._solve()
@@ -261,16 +259,15 @@ class FittedStepTime:
         that one that took next to nothing weighs no more than others; a pause weighs less."""
         bucket = steps[:, 0].astype(int)
         scale = np.maximum(expected, steps[:, 3] / self.OUTLIER)[:, None]
-        x = np.concatenate([np.ones_like(scale), steps[:, 1:3]], axis=1) * self._SCALE / scale
+        x = np.concatenate([np.ones_like(scale), steps[:, 1:]], axis=1) * self._SCALE / scale
         np.add.at(self._sums, bucket, x[:, :, None] * x[:, None])
-        np.add.at(self._targets, bucket, x * (steps[:, 3:] / scale))
         np.add.at(self._counts, bucket, 1)
 
     def _solve(self) -> None:
         seen = self._sums[:, 0, 0] > 0
-        by, sums, targets = self._map[seen], self._sums[seen], self._targets[seen]
-        left = np.einsum("bdi,bij,bej->de", by, sums, by)
-        right = np.einsum("bdi,bi->d", by, targets)
+        by, sums = self._map[seen], self._sums[seen]
+        left = np.einsum("bdi,bij,bej->de", by, sums[:, :3, :3], by)
+        right = np.einsum("bdi,bi->d", by, sums[:, :3, 3])
         one_step = self._sums[:, 0, 0].sum() / self._counts.sum()  # weighs 1 / seconds^2
         penalty = np.full(len(right), self.SHRINK * one_step)
         penalty[:5] = 1e-6 * one_step
@@ -288,7 +285,7 @@ class FittedStepTime:
             unknown &= ~negative
         self._bucket_s = np.einsum("bd,d->b", self._map[:, :, 0], solution)
         self._line = solution[:3] * self._LINE_SCALE
-        self._slopes = solution[3:5] * self._SCALE[1:]
+        self._slopes = solution[3:5] * self._SCALE[1:3]
 
     def state(self) -> dict[str, Any]:
         """Returns what was learnt as plain numbers, for `from_state`; the last few steps, which
@@ -296,7 +293,6 @@ class FittedStepTime:
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
             "sums": self._sums.tolist(),
-            "targets": self._targets.tolist(),
             "counts": self._counts.tolist(),
             "ratios": self._ratios.tolist(),
             "num_observations": self.num_observations - len(self._recent),
@@ -307,7 +303,6 @@ class FittedStepTime:
         """Returns the model that `state` described; it goes on learning from there."""
         model = cls([Bucket(int(t), int(s), bool(d)) for t, s, d in state["buckets"]])
         model._sums[:] = state["sums"]
-        model._targets[:] = state["targets"]
         model._counts[:] = state["counts"]
         model.num_observations = int(state["num_observations"])
         if model.num_observations:
