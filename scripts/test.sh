@@ -13,7 +13,8 @@ there, in .venv-accelerators. The default model is fetched on first use.
 
   --quick            leave out the slow tests and the compilers for accelerators
   --gemma            also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
-  --nightly          only a million random steps through the scheduler
+  --nightly          only random search: a million steps through the scheduler, a long one through
+                     the prefix cache
   --no-accelerators  leave out the compilers for accelerators, as any argument of pytest does
   --python=VERSION   3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
 TEXT
@@ -25,7 +26,8 @@ for argument in "$@"; do
     --quick) pytest+=(-m "not slow") accelerators=false ;;
     --gemma) pytest+=(--gemma) ;;
     --nightly)
-      pytest+=(--nightly -s tests/scheduler/test_scheduler_properties.py) accelerators=false
+      pytest+=(--nightly -s tests/scheduler/test_{scheduler_properties,prefix_cache_model}.py)
+      accelerators=false
       ;;
     --no-accelerators) accelerators=false ;;
     --python=*)

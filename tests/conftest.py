@@ -13,7 +13,7 @@ from jserve.config import DEFAULT_CACHE_DIR
 
 # Examples are drawn from a fixed seed: a test fails for a change, not for its luck.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("nightly", derandomize=True, deadline=None, max_examples=8000)
+hypothesis.settings.register_profile("nightly", derandomize=True, deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("fixed")
 
 DATA = Path(__file__).parent / "data"

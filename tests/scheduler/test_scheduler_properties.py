@@ -23,9 +23,29 @@ from tests.fakes import FakeRunner, expected_output
 PAGE = 4
 STEP_S = 0.01
 SEEN: Counter[str] = Counter()  # what all examples together met
+EXPECTED = ["finished", "hits", "preemptions", "urgent preemptions", "swapped out", "swapped in"]
+EXPECTED += ["expired", "expired while running", "resets", "aborts while preempted"]
+EXPECTED += ["aborts while swapped out", "starved steps"]
 CLASSES = (
     RequestClass(name="interactive", itl_slo_s=0.05, ttft_slo_s=0.3),
     RequestClass(name="batch", priority=3, max_num_seqs=2),
+)
+STOP = frozenset({5, 6})
+LIMITS = st.fixed_dictionaries(
+    {
+        "num_pages": st.integers(10, 22),
+        "max_num_seqs": st.integers(2, 6),
+        "prefill_chunk": st.integers(1, 20),
+        "budget_extra": st.integers(0, 24),
+        "enable_prefix_cache": st.booleans(),
+        "policy": st.sampled_from([*sorted(POLICIES), "priority"]),
+        "batching": st.sampled_from(["continuous"] * 4 + ["static", "dynamic"]),
+        "prefill_first": st.booleans(),
+        "long_prompt_tokens": st.sampled_from([0, 8]),
+        "max_starvation_s": st.sampled_from([math.inf, 0.2]),
+        "num_host_pages": st.sampled_from([40, 40, 4, 0]),
+        "watermark": st.sampled_from([0.0, 0.1]),
+    }
 )
 
 
@@ -42,114 +62,83 @@ class PerToken:
 class Traffic(RuleBasedStateMachine):
     """One engine loop with up to two steps in flight, driven by hypothesis."""
 
-    @initialize(
-        num_pages=st.integers(10, 22),
-        slots=st.integers(2, 6),
-        chunk=st.integers(1, 20),
-        budget_extra=st.integers(0, 24),
-        depth=st.integers(0, 2),
-        cache=st.booleans(),
-        policy=st.sampled_from(sorted(POLICIES)),
-        batching=st.sampled_from(["continuous"] * 4 + ["static", "dynamic"]),
-        prefill_first=st.booleans(),
-        long_prompt_tokens=st.sampled_from([0, 8]),
-        starvation=st.sampled_from([math.inf, 0.2]),
-        host_pages=st.sampled_from([0, 4, 40]),
-        swap_page_s=st.sampled_from([0.0, 2.0, 1e9]),
-        watermark=st.sampled_from([0.0, 0.1]),
-    )
-    def start(
-        self,
-        num_pages,
-        slots,
-        chunk,
-        budget_extra,
-        depth,
-        cache,
-        policy,
-        batching,
-        prefill_first,
-        long_prompt_tokens,
-        starvation,
-        host_pages,
-        swap_page_s,
-        watermark,
-    ):
+    @initialize(limits=LIMITS, depth=st.integers(0, 2), swap_page_s=st.sampled_from([0, 0, 2, 1e9]))
+    def start(self, limits, depth, swap_page_s):
+        slots = limits["max_num_seqs"]
+        most = slots + limits.pop("budget_extra")
         self.config = SchedulerConfig(
-            max_num_seqs=slots,
-            max_num_batched_tokens=slots + budget_extra,
-            prefill_chunk=chunk,
+            max_num_batched_tokens=most,
             page_size=PAGE,
-            num_pages=num_pages,
             max_model_len=64,
-            enable_prefix_cache=cache,
-            policy=policy,
-            max_starvation_s=starvation,
             classes=CLASSES,
-            batching=batching,
             batch_window_s=0.1,
-            prefill_first=prefill_first,
-            long_prompt_tokens=long_prompt_tokens,
             min_prefill_tokens=1,
-            watermark=watermark,
-            num_host_pages=host_pages,
+            **limits,
         )
         self.scheduler = Scheduler(self.config, PerToken(), swap_page_s)
-        buckets = make_buckets(slots, slots + budget_extra)
-        self.packer = Packer(self.config, buckets)
+        self.packer = Packer(self.config, make_buckets(slots, most))
         self.runner = FakeRunner(self.config)
         self.depth = depth
         self.in_flight: deque = deque()
         self.live: list[Request] = []
         self.seen: dict[Request, list[int]] = {}
         self.now = 0.0
+        self.num_fruitless = 0  # steps since a request got a token, came or ended
 
     @rule(
+        copies=st.integers(1, 3),
         length=st.integers(1, 24),
-        max_tokens=st.integers(1, 30),
+        sampling=st.builds(SamplingView, st.integers(1, 30), st.sampled_from([STOP, frozenset()])),
         family=st.integers(0, 2),
         request_class=st.sampled_from(["", "interactive", "batch"]),
         priority=st.integers(0, 1),
-        stop=st.booleans(),
-        patience=st.sampled_from([None, None, None, 0.1, 1.0]),
+        patience=st.sampled_from([None] * 6 + [0.1, 1.0]),
+        time_limit=st.sampled_from([None] * 6 + [0.2, 2.0]),
     )
-    def add(self, length, max_tokens, family, request_class, priority, stop, patience):
+    def add(self, copies, length, sampling, family, request_class, priority, patience, time_limit):
         # Prompts of one family share their beginning, so the prefix cache is hit.
         prompt = [(family * 31 + i * i) % 89 for i in range(length)]
-        if self.scheduler.why_too_large(length + max_tokens):
+        if self.scheduler.why_too_large(length + sampling.max_tokens):
             return
-        request = Request(
-            request_id=f"r{len(self.seen)}",
-            prompt_token_ids=prompt,
-            sampling=SamplingView(
-                max_tokens=max_tokens, stop_token_ids=frozenset({5, 6} if stop else ())
-            ),
-            priority=priority + 3 * (request_class == "batch"),
-            request_class=request_class,
-            tenant=f"t{family}",
-            arrival_time=self.now,
-            queue_deadline=None if patience is None else self.now + patience,
-            cache_keys=(("tenant", f"t{family % 2}"),),
-        )
-        self.scheduler.add(request)
-        self.live.append(request)
-        self.seen[request] = []
+        for _ in range(copies):
+            request = Request(
+                f"r{len(self.seen)}",
+                prompt,
+                sampling,
+                priority=priority + 3 * (request_class == "batch"),
+                request_class=request_class,
+                tenant=f"t{family}",
+                arrival_time=self.now,
+                queue_deadline=None if patience is None else self.now + patience,
+                deadline=None if time_limit is None else self.now + time_limit,
+                cache_keys=(("tenant", f"t{family % 2}"),),
+            )
+            self.scheduler.add(request)
+            self.live.append(request)
+            self.seen[request] = []
+        self.num_fruitless = 0
 
     @rule(count=st.integers(1, 12))
     def run(self, count):
         for _ in range(count):
             self.step()
 
-    @rule(index=st.integers(0, 50))
-    def abort(self, index):
-        if self.live:
-            request = self.live.pop(index % len(self.live))
+    @rule(index=st.integers(0, 50), preempted=st.booleans())
+    def abort(self, index, preempted):
+        """Where it can, one that was preempted: such are few."""
+        choice = [r for r in self.live if preempted and r.status == RequestStatus.PREEMPTED]
+        choice = choice or self.live
+        if choice:
+            request = choice[index % len(choice)]
+            self.live.remove(request)
             SEEN["aborts while swapped out"] += request.host_pages is not None
+            SEEN["aborts while preempted"] += request.status == RequestStatus.PREEMPTED
             self.scheduler.finish(request, FinishReason.ABORT)
+            self.num_fruitless = 0
 
     @rule(luck=st.integers(0, 9))
     def reset(self, luck):
-        if luck:  # else there would be little to find
+        if luck != 7:  # else there would be little to find
             return
         cache = self.scheduler.cache
         in_use = cache.num_evictable < cache.num_cached
@@ -160,18 +149,47 @@ class Traffic(RuleBasedStateMachine):
         self.now += STEP_S
         SEEN["steps"] += 1
         for request in self.scheduler.expire(self.now):
-            assert request.first_scheduled_time is None, "it had started in time"
+            is_late = request.deadline is not None and request.deadline <= self.now
+            assert is_late or request.first_scheduled_time is None, "it had started in time"
             self.live.remove(request)
-            SEEN["expired"] += 1
+            self.num_fruitless = 0
+            SEEN["expired while running" if is_late else "expired"] += 1
         slots = self.scheduler.slots
         decoding = [(r, r.num_preemptions) for r in slots.owners[slots.decoding()].tolist()]
+        running = dict(self.scheduler.running)
+        starved = self.longest_starved()
         plan = self.scheduler.schedule(self.now)
         self.check_plan(plan, decoding)
+        self.check_who_started([r for r in self.scheduler.running if r not in running], starved)
         self.scheduler.check_integrity()
         if plan.requests:
             self.in_flight.append((plan, self.runner.run(self.packer.pack(plan))))
         if len(self.in_flight) > self.depth or not plan.requests:
             self.collect()
+        self.check_progress()
+
+    def longest_starved(self) -> Request | None:
+        limit = self.config.max_starvation_s
+        starved = [r for r in self.scheduler.waiting if self.now - r.arrival_time >= limit]
+        return min(starved, key=lambda r: r.arrival_time, default=None)
+
+    def check_who_started(self, newcomers, starved):
+        """Nobody passes who has waited as long as any may, unless what he waits for is his own
+        class, gate or prefix."""
+        waiting = self.scheduler.waiting
+        if starved is None or starved not in set(waiting) or starved in waiting._lane_of:
+            return
+        SEEN["starved steps"] += 1
+        for request in newcomers:
+            assert request.arrival_time <= starved.arrival_time, "a starving request was passed"
+
+    def check_progress(self):
+        """Tokens are delivered again and again until all are: a livelock computes for ever."""
+        self.num_fruitless += bool(self.live)
+        left = sum(r.num_prompt_tokens + r.sampling.max_tokens for r in self.live)
+        assert self.num_fruitless <= 2 * left + 20, "nothing comes of all the steps"
+        live = {*self.scheduler.running, *self.scheduler.waiting}
+        assert live == set(self.live), "a request is lost, or is kept though it has ended"
 
     def check_plan(self, plan, decoding):
         assert plan.num_tokens == int(plan.counts.sum()) <= self.config.max_num_batched_tokens
@@ -194,6 +212,7 @@ class Traffic(RuleBasedStateMachine):
             return
         plan, tokens = self.in_flight.popleft()
         for request, token, _ in self.scheduler.update(plan, tokens.tolist()):
+            self.num_fruitless = 0
             self.seen[request].append(token)
             if request.is_finished:
                 self.live.remove(request)
@@ -225,6 +244,7 @@ class Traffic(RuleBasedStateMachine):
             if not (self.scheduler.has_unfinished or self.in_flight):
                 break
             self.step()
+        SEEN["urgent preemptions"] += self.scheduler.preemption.counts["a more urgent request"]
         assert not self.live, f"never finished: {[r.request_id for r in self.live]}"
         self.scheduler.check_integrity()
         assert self.scheduler.slots.num_free == self.config.max_num_seqs
@@ -236,7 +256,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 Traffic.TestCase.settings = settings(
-    max_examples=settings.default.max_examples,
+    max_examples=3 * settings.default.max_examples,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
@@ -249,6 +269,6 @@ class TestTraffic(Traffic.TestCase):
         """Without what is counted here the search would prove little."""
         self.runTest()
         print(dict(SEEN))
-        for what in ("finished", "hits", "preemptions", "swapped out", "swapped in", "expired"):
+        for what in EXPECTED:
             assert SEEN[what] > 0, what
         assert SEEN["steps"] >= 10_000
