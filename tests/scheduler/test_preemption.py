@@ -168,6 +168,17 @@ def test_who_starts_in_a_step_does_not_give_way_in_it():
     assert list(s.running) == [*started[:2], urgent]
 
 
+def test_who_gives_way_leaves_the_step_though_its_piece_was_planned():
+    s = make(max_num_seqs=2, max_starvation_s=10.0, prefill_chunk=4, num_pages=1 + 40)
+    prompt = add(s, "p", 40, priority=5, arrival_time=5.0)
+    turn(s, now=5.0)
+    starved = add(s, "z", 3, priority=9, arrival_time=0.0)  # first, so nobody urgent is seen yet
+    urgent = add(s, "u", 3, priority=0, arrival_time=11.0)
+    plan = turn(s, now=11.0)
+    assert prompt.status == RequestStatus.PREEMPTED
+    assert plan.requests == [starved, urgent]
+
+
 def test_nobody_gives_way_where_nothing_is_said_of_urgency():
     s = make(max_num_seqs=1, policy="fcfs")
     running = add(s, "a", 3, priority=2)

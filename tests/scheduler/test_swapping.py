@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from scheduler.bucket import make_buckets
+from scheduler.config import RequestClass
+from scheduler.packer import Packer
 from scheduler.request import FinishReason, Request, RequestStatus, SamplingView
 from scheduler.scheduler import Scheduler
 from scheduler.step_time import LinearStepTime
+from tests.fakes import FakeRunner, expected_output
 from tests.scheduler.test_preemption import run_dry
 from tests.scheduler.test_scheduler import PAGE, add, make, rows, turn
 
@@ -111,6 +115,40 @@ def test_host_pages_are_used_again_only_after_the_copies_that_read_them_were_han
     assert back.tolist() == [[out[0, 1], 5], [out[1, 1], 6]]
     preemption.on_preempt(second, np.array([8, 9]), 8, "test")
     assert sorted(second.host_pages) == sorted(out[:, 1])
+
+
+def test_pages_are_copied_out_before_others_are_copied_into_them():
+    """A request comes back, in the same step, into the pages of the one that gives way to it."""
+    one = (RequestClass(name="one", max_num_seqs=1),)
+    base = make(max_num_seqs=2, num_pages=1 + 40, num_host_pages=20, classes=one)
+    s = Scheduler(base.config, SLOW, swap_page_s=0.0)
+    packer, runner = Packer(s.config, make_buckets(2, 16)), FakeRunner(s.config)
+
+    def step():
+        plan = s.schedule(0.0)
+        s.update(plan, runner.run(packer.pack(plan)).tolist())
+        return plan
+
+    back = add(s, "m", 8, priority=3, request_class="one")
+    filler = add(s, "b", 3, priority=0)
+    step()
+    urgent = add(s, "u", 3, priority=0)
+    step()
+    assert back.host_pages is not None
+    holds_the_cap, low = add(s, "d", 3, priority=1, request_class="one"), add(s, "l", 8, priority=5)
+    for request in (urgent, filler):
+        s.finish(request, FinishReason.ABORT)
+    step()
+    assert set(s.running) == {holds_the_cap, low}
+    step()
+    s.finish(holds_the_cap, FinishReason.ABORT)
+    add(s, "e", 3, priority=0)  # takes the slot that is free
+    plan = step()
+    assert set(plan.copies_out[:, 0]) & set(plan.copies_in[:, 1]), "else the order would not matter"
+    while s.has_unfinished:
+        step()
+    for request in (back, low):
+        assert request.output_token_ids == expected_output(request.prompt_token_ids, 20)
 
 
 def test_the_cause_of_each_preemption_is_counted_and_told():
