@@ -7,7 +7,7 @@ import pytest
 from scheduler.config import RequestClass
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.scheduler import Scheduler, StepPlan
-from tests.scheduler.test_scheduler import PAGE, add, make, turn
+from tests.scheduler.test_scheduler import PAGE, add, make, rows, turn
 
 ONE = (RequestClass(name="one", max_num_seqs=1),)
 
@@ -96,6 +96,17 @@ def test_a_preempted_request_with_a_token_in_flight_waits_for_it():
     assert len(b.token_ids) == known + in_flight
     assert a.status == RequestStatus.RUNNING
     s.check_integrity()
+
+
+def test_a_preempted_request_starts_again_only_when_its_tokens_in_flight_are_known():
+    s = make()
+    a = add(s, "a", 3)
+    plans = [s.schedule(0.0), s.schedule(0.0)]
+    s._preempt(a, "test")
+    for plan in plans:
+        assert not s.schedule(0.0).requests
+        s.update(plan, [9])
+    assert rows(s.schedule(0.0)) == [("a", 0, 5)]
 
 
 def test_pages_of_a_preempted_request_are_found_again_in_the_cache():
