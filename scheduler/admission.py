@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
 from scheduler.config import RequestClass, SchedulerConfig
-from scheduler.pages import RequestPages
+from scheduler.pages import RequestPages, Work
 from scheduler.policy import POLICIES, PolicySettings, WaitingQueue
 from scheduler.request import Request, RequestStatus
 
@@ -167,8 +167,8 @@ class Admission:
             return None  # a group starts together
         if self._is_long(request) and self._room(("long", None)) <= 0:
             return ("long", None)
-        page = self._pages.page_in_work(request)
-        return None if page is None else ("prefix", page)
+        work = self._pages.awaited(request)
+        return None if work is None else ("prefix", work)
 
     def _room(self, lane: Lane) -> int:
         """How many requests of a lane may start now."""
@@ -178,7 +178,8 @@ class Admission:
             return cap - self.running_of[str(name)]
         if kind == "long":
             return self.config.max_long_prompts - len(self.long)
-        return 0 if name in self._pages.in_work else MAX_PASSED
+        assert isinstance(name, Work), "what is waited for"
+        return 0 if self._pages.is_in_work(name) else MAX_PASSED
 
     def _take_back(self, now: float) -> None:
         """Puts back into the queue as many of each lane as the lane has room for."""

@@ -33,6 +33,7 @@ class StepBudgeter:
         self.last_budget = StepBudget(
             config.max_num_batched_tokens, config.max_num_seqs, "fixed limits"
         )
+        self._fitted = model if isinstance(model, FittedStepTime) else None  # one that learns
         self._config = config
         self._max_running = config.max_num_seqs
         self._until_running = 0
@@ -58,11 +59,11 @@ class StepBudgeter:
           ttft_slack_s: seconds until a prompt misses its target for the first token. When it has,
             the ITL target gives way, the more the later it is.
         """
-        config, model = self._config, self.model
+        config = self._config
         most = config.max_num_batched_tokens - num_decodes
         if itl_slo_s <= 0:
             budget = StepBudget(most, config.max_num_seqs, "fixed limits")
-        elif isinstance(model, FittedStepTime) and not model.is_ready:
+        elif self._fitted and not self._fitted.is_ready:
             budget = StepBudget(most, config.max_num_seqs, "no model yet")
         elif not num_decodes:
             self._until_running = 0
@@ -86,11 +87,11 @@ class StepBudgeter:
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns how long a step took, if the model can."""
-        if isinstance(self.model, FittedStepTime):
-            self.model.observe(shape, seconds)
+        if self._fitted:
+            self._fitted.observe(shape, seconds)
 
     def _p95_ratio(self) -> float:
-        return self.model.p95_ratio if isinstance(self.model, FittedStepTime) else 1.0
+        return self._fitted.p95_ratio if self._fitted else 1.0
 
     def _most_tokens(
         self, most: int, limit_s: float, decodes: int, context: int, prefill_context: int

@@ -19,7 +19,8 @@ class Composer:
     """Composes steps of decode rows and pieces of prompts.
 
     Attributes:
-      prefilling: running requests with a prompt to compute, in order of admission.
+      prefilling: running requests with a prompt to compute, the most urgent first
+        where that counts, then in order of admission.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Composer:
             self._waiting.long.discard(request)
         self._pages.offer(request)
         self._pages.announce(request)
-        of_prompt = count if start < request.num_prompt_tokens else 0
+        is_new = start < request.num_prompt_tokens and not request.num_preemptions
+        of_prompt = count if is_new else 0  # what a preemption cost is not the tenant's to pay
         self._waiting.queue.on_served(request, of_prompt, int(samples))
         return samples

@@ -3,7 +3,7 @@ first, then its own. Knows requests, slots and pages: not who should run."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,23 +11,28 @@ from scheduler.config import SchedulerConfig
 from scheduler.kv_events import BYTES_PER_TOKEN
 from scheduler.page_pool import PagePool
 from scheduler.preemption import Preemption
-from scheduler.prefix_cache import PrefixCache
+from scheduler.prefix_cache import Node, PrefixCache, common_pages
 from scheduler.request import Request
 from scheduler.slots import Slots
 
 
-class RequestPages:
-    """The pool, the prefix cache, and what each slot has of them.
+class Work(NamedTuple):
+    """The first `num_pages` pages of a prompt that a running request is computing."""
 
-    `in_work` names the next full page of each prompt in prefill, so that another prompt that needs
-    the same page can wait for it instead of computing it too.
+    owner: Request
+    num_pages: int
+
+
+class RequestPages:
+    """The pool, the prefix cache, and what each slot has of them; and which page each prompt in
+    prefill computes next, so that another one that needs it can wait instead of computing it too.
     """
 
     def __init__(self, config: SchedulerConfig, slots: Slots, preemption: Preemption) -> None:
         self.pool = PagePool(config.num_pages)
         self.cache = PrefixCache(self.pool, config.page_size, config.enable_prefix_cache)
-        self.in_work: dict[Hashable, Request] = {}
-        self._name_of: dict[Request, Hashable] = {}  # its entry of in_work
+        self._in_work: dict[tuple[Node, bytes], Request] = {}  # behind a node, a page's tokens
+        self._work_of: dict[Request, tuple[Node, bytes]] = {}
         self._slots = slots
         self._preemption = preemption
         self._page_size = config.page_size
@@ -104,36 +109,48 @@ class RequestPages:
         """How many of a request's tokens the prefix cache would spare, were it started now."""
         return self._cached_pages(request)[0] * self._page_size
 
-    def page_in_work(self, request: Request) -> Hashable | None:
-        """Names the page that a waiting request lacks first, if a running one will compute it."""
-        if not self.in_work:
+    def awaited(self, request: Request) -> Work | None:
+        """Returns what a waiting request had better wait for: pages of its prompt, the next one
+        among them, that a running request is about to compute. None if there are none, or if that
+        one is less urgent."""
+        if not self._in_work:
             return None
-        num_cached, _ = self._cached_pages(request)
         tokens = request.known_bytes()
-        if num_cached >= self._most_shared(request, tokens):
+        most = self._most_shared(request, tokens)
+        node, num_cached = self.cache.end_of(request.cache_keys, tokens, most)
+        if node is None or num_cached >= most:
             return None
-        name = self._name(request, tokens, num_cached)
-        return name if name in self.in_work else None
+        owner = self._in_work.get((node, self._page(tokens, num_cached)))
+        if owner is None or request.priority < owner.priority:
+            return None
+        most = min(most, owner.num_prompt_tokens // self._page_size)
+        size = self._page_size * BYTES_PER_TOKEN
+        return Work(owner, common_pages(tokens, owner.known_bytes(), most, size))
+
+    def is_in_work(self, work: Work) -> bool:
+        """Whether there still is something to wait for."""
+        owner, num_pages = work
+        return owner in self._work_of and owner.num_prefix_pages < num_pages
 
     def announce(self, request: Request) -> None:
-        """Names the next full page of its prompt that a running request will compute."""
+        """Tells others which full page of its prompt a running request computes next."""
         if request.prefix is None:
             return
         self._forget_work(request)
         next_page = request.num_prefix_pages
         if (next_page + 1) * self._page_size <= request.num_prompt_tokens:
-            name = self._name(request, request.known_bytes(), next_page)
-            self.in_work[name] = request
-            self._name_of[request] = name
+            work = (request.prefix, self._page(request.known_bytes(), next_page))
+            self._in_work[work] = request
+            self._work_of[request] = work
 
     def _forget_work(self, request: Request) -> None:
-        name = self._name_of.pop(request, None)
-        if name is not None and self.in_work.get(name) is request:
-            del self.in_work[name]
+        work = self._work_of.pop(request, None)
+        if work is not None and self._in_work.get(work) is request:
+            del self._in_work[work]
 
-    def _name(self, request: Request, tokens: bytes, page: int) -> Hashable:
-        end = (page + 1) * self._page_size * BYTES_PER_TOKEN
-        return hash((request.cache_keys, tokens[:end]))  # two of one name: one waits in vain
+    def _page(self, tokens: bytes, page: int) -> bytes:
+        size = self._page_size * BYTES_PER_TOKEN
+        return tokens[page * size : (page + 1) * size]
 
     def _cached_pages(self, request: Request) -> tuple[int, int]:
         """How many of a request's pages are cached, and how many of those are evictable."""

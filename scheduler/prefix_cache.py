@@ -39,7 +39,7 @@ class Node:
         self.children: dict[bytes, Node] = {}  # by the tokens of their first page
         self.locks = 0
         self.last_used = 0
-        self.digests: list[Digest] | None = None  # of its pages, once somebody asked
+        self.digests: list[Digest] = []  # of its first pages, as far as somebody asked
 
 
 class Root(Node):
@@ -98,6 +98,15 @@ class PrefixCache:
             at = at.parent
             inside = 0 if at is None else len(at.pages)
         return num_cached, num_idle
+
+    def end_of(self, keys: CacheKeys, tokens: bytes, most: int) -> tuple[Node | None, int]:
+        """Returns how many of the first `most` pages of `tokens` are cached, and the node that ends
+        there; None where they end inside a node. Changes nothing."""
+        root = self._roots.get(keys)
+        if root is None:
+            return None, 0
+        node, inside, num_cached = self._walk(root, tokens, 0, most)
+        return (node if inside == len(node.pages) else None), num_cached
 
     def acquire(self, keys: CacheKeys, tokens: bytes, most: int) -> tuple[Node, np.ndarray]:
         """Locks the longest cached prefix, at most `most` pages; returns its node and its pages."""
@@ -172,7 +181,7 @@ class PrefixCache:
             if most == len(child.pages) and tokens.startswith(child.tokens, at * size):
                 inside = most
             else:
-                inside = _common_pages(child.tokens, tokens[at * size :], most, size)
+                inside = common_pages(child.tokens, tokens[at * size :], most, size)
             node, at = child, at + inside
             if inside < len(child.pages):
                 break
@@ -193,8 +202,7 @@ class PrefixCache:
         node.parent.children[node.tokens[: self._page_bytes]] = head
         head.children[node.tokens[cut : cut + self._page_bytes]] = node
         node.parent, node.tokens, node.pages = head, node.tokens[cut:], node.pages[count:]
-        if node.digests is not None:
-            head.digests, node.digests = node.digests[:count], node.digests[count:]
+        head.digests, node.digests = node.digests[:count], node.digests[count:]
         self._num_nodes += 1
         return head
 
@@ -204,8 +212,6 @@ class PrefixCache:
             old = len(target.pages)
             target.tokens += tokens
             target.pages = np.concatenate([target.pages, fresh])
-            if target.digests is not None:
-                target.digests = None
             leaf = target
         else:
             old = 0
@@ -273,8 +279,7 @@ class PrefixCache:
             self.num_evicted += len(gone)
             first, parent = leaf.tokens[: self._page_bytes], leaf.parent
             leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self._page_bytes]
-            if leaf.digests is not None:
-                del leaf.digests[kept:]
+            del leaf.digests[kept:]
             if kept:
                 heapq.heappush(self._leaves, entry)
             elif parent is not None:
@@ -285,13 +290,11 @@ class PrefixCache:
     # ---- what others look at ----------------------------------------------------------------
 
     def _digests(self, node: Node) -> list[Digest]:
-        if node.digests is None:
-            before = self._last_digest(node.parent)
-            node.digests = []
-            for at in range(0, len(node.tokens), self._page_bytes):
-                before = page_digest(before, node.tokens[at : at + self._page_bytes])
-                node.digests.append(before)
-        return node.digests
+        size, digests = self._page_bytes, node.digests
+        for page in range(len(digests), len(node.pages)):
+            before = digests[-1] if digests else self._last_digest(node.parent)
+            digests.append(page_digest(before, node.tokens[page * size : (page + 1) * size]))
+        return digests
 
     def _last_digest(self, node: Node | None) -> Digest:
         if isinstance(node, Root):
@@ -337,7 +340,7 @@ class PrefixCache:
                 assert id(node) in listed, "an evictable leaf is not listed"
 
 
-def _common_pages(a: bytes, b: bytes, most: int, page_bytes: int) -> int:
+def common_pages(a: bytes, b: bytes, most: int, page_bytes: int) -> int:
     """How many of the first `most` pages of two runs of tokens are equal."""
     ends = most * page_bytes
     left = np.frombuffer(a[:ends], np.int32).reshape(most, -1)

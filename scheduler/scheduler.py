@@ -237,9 +237,8 @@ class Scheduler:
         """Whether a request waits that is more urgent than a prompt that would use the step."""
         if not (self.waiting.queue.preempts and self.composer.prefilling and self.waiting):
             return False
-        first = self.waiting.first(now)
         last = next(reversed(self.composer.prefilling))  # the least urgent one
-        return first is not None and first.priority < last.priority
+        return any(r.priority < last.priority for r in self.waiting.candidates(now))
 
     def _may_start_group(self, now: float) -> bool:
         """A group starts when the one before it has ended; a dynamic one also waits to be full."""

@@ -4,7 +4,7 @@ and seconds only."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -286,26 +286,3 @@ class FittedStepTime:
         self._bucket_s = np.einsum("bd,d->b", self._map[:, :, 0], solution)
         self._line = solution[:3] * self._LINE_SCALE
         self._slopes = solution[3:5] * self._SCALE[1:3]
-
-    def state(self) -> dict[str, Any]:
-        """Returns what was learnt as plain numbers, for `from_state`; the last few steps, which
-        were not taken in yet, are left out."""
-        return {
-            "buckets": [list(bucket) for bucket in self.buckets],
-            "sums": self._sums.tolist(),
-            "counts": self._counts.tolist(),
-            "ratios": self._ratios.tolist(),
-            "num_observations": self.num_observations - len(self._recent),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> FittedStepTime:
-        """Returns the model that `state` described; it goes on learning from there."""
-        model = cls([Bucket(int(t), int(s), bool(d)) for t, s, d in state["buckets"]])
-        model._sums[:] = state["sums"]
-        model._counts[:] = state["counts"]
-        model.num_observations = int(state["num_observations"])
-        if model.num_observations:
-            model._solve()
-        model._note_ratios(np.array(state["ratios"], float))
-        return model

@@ -206,8 +206,8 @@ def test_a_preempted_request_needs_more_room_each_time_unless_it_is_alone():
 # ---- equal prefixes -----------------------------------------------------------------------------
 
 
-def sharing() -> Scheduler:
-    return make(enable_prefix_cache=True, num_pages=1 + 60, max_num_batched_tokens=64)
+def sharing(**changes) -> Scheduler:
+    return make(enable_prefix_cache=True, num_pages=1 + 60, max_num_batched_tokens=64, **changes)
 
 
 def test_equal_prompts_of_one_batch_are_computed_once():
@@ -234,7 +234,7 @@ def test_who_waits_for_another_ones_prefix_goes_on_when_that_one_leaves(end):
     while s.has_unfinished:
         turn(s)
     assert second.finish_reason == FinishReason.LENGTH
-    assert not s.pages.in_work
+    assert not s.pages._in_work
 
 
 def test_different_prompts_and_other_tenants_wait_for_nobody():
@@ -292,3 +292,36 @@ def test_no_back_off_asks_for_more_pages_than_there_are():
     again = add(s, "b", 4, 8)
     again.num_preemptions = 50
     assert s._spare_for(again) <= 60 - 1
+
+
+def test_a_crowd_that_waits_for_one_prefix_holds_back_nobody_else():
+    s = sharing(prefill_chunk=PAGE)
+    for _ in range(300):
+        add(s, "same", 40, 2)
+    other = add(s, "z", 6, 2, arrival_time=1e6)
+    for _ in range(8):
+        if not other.num_output_tokens:
+            turn(s)
+    assert other.num_output_tokens
+    assert s.composer.prefilling, "the first of the crowd is not done yet"
+
+
+def test_who_shares_less_than_all_waits_no_longer_than_that():
+    s = sharing()
+    add(s, "a", 40, 2)
+    short = add(s, "z", 1, 2)
+    short.prompt_token_ids = [ord("a") + i for i in range(9)] + [7] * 5  # two pages of a's ten
+    for _ in range(2):
+        turn(s)
+    assert short.status == RequestStatus.RUNNING
+    assert short.num_cached_tokens == 2 * PAGE
+
+
+def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_ones_prefix():
+    s = sharing()
+    add(s, "same", 24, 2, priority=9)
+    urgent = add(s, "same", 24, 2, priority=0)
+    add(s, "same", 24, 2, priority=9)
+    turn(s)
+    turn(s)
+    assert urgent.status == RequestStatus.RUNNING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 
@@ -232,24 +231,6 @@ def test_costs_are_never_negative_and_no_step_is_free():
     predictions = [model.predict(shape) for shape in UNSEEN]
     assert min(predictions) > 0
     assert np.isfinite(predictions).all()
-
-
-def test_a_model_that_is_saved_predicts_the_same_and_goes_on_learning():
-    device = SyntheticDevice()
-    model = taught(device, num=320)
-    restored = FittedStepTime.from_state(json.loads(json.dumps(model.state())))
-    assert restored.p95_ratio == model.p95_ratio
-    for _ in range(2):
-        assert [restored.predict(s) for s in UNSEEN] == [model.predict(s) for s in UNSEEN]
-        for shape in mixed_steps(64, seed=8):
-            seconds = device.run(shape)
-            model.observe(shape, seconds)
-            restored.observe(shape, seconds)
-
-
-def test_a_model_that_has_learnt_nothing_can_be_saved():
-    restored = FittedStepTime.from_state(FittedStepTime(BUCKETS).state())
-    assert not restored.is_ready
 
 
 ROOFLINE = RooflineStepTime(
