@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.checkpoint.source import Checkpoint
-from jserve.config import EngineConfig, LogSettings, parse_classes, parse_weights
+from jserve.config import EngineConfig, parse_classes, scheduler_config
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
@@ -49,7 +48,6 @@ from pallas_kernels.kv_layout import PoolLayout, bytes_per_page
 from scheduler.bucket import Bucket, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
-from scheduler.policy import POLICIES
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -68,9 +66,7 @@ def build_engine(config: EngineConfig) -> Engine:
       CheckpointError: the model is missing, damaged or of an unsupported kind.
     """
     begin = time.perf_counter()
-    if config.scheduler.policy not in POLICIES:
-        raise ConfigError(f"policy={config.scheduler.policy!r}; use one of {', '.join(POLICIES)}")
-    logs = _open_logs(config.log)
+    logs = _open_logs(config)
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(checkpoint)
@@ -113,7 +109,6 @@ def build_engine(config: EngineConfig) -> Engine:
         runner=Runner(params, state, steps, swap),
         metrics=metrics,
         overlap=config.scheduler.overlap,
-        max_queued_requests=config.scheduler.max_queued_requests,
         **logs,
     )
     on_each_compilation(metrics.on_compilation)
@@ -127,14 +122,16 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _open_logs(settings: LogSettings) -> dict[str, Any]:
+def _open_logs(config: EngineConfig) -> dict[str, Any]:
     """Opens the engine's logs, so that a bad path is known before minutes are spent."""
-    logs: dict[str, Any] = {}
+    settings, logs = config.log, dict[str, Any]()
     if settings.step_log:
         logs["step_log"] = StepLog(settings.step_log)
     if settings.request_log:
         logs["request_log"] = RequestLog(
-            settings.request_log, with_prompts=settings.request_log_prompts
+            settings.request_log,
+            with_prompts=settings.request_log_prompts,
+            classes=parse_classes(config.scheduler.request_classes),
         )
     return logs
 
@@ -261,31 +258,11 @@ def _scheduler_config(
         log.warning("the KV pool holds %d tokens, less than %d", capacity, max_model_len)
         if not config.model.max_model_len:
             max_model_len = capacity
-    settings = config.scheduler
-    return SchedulerConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        prefill_chunk=settings.prefill_chunk,
+    return scheduler_config(
+        config,
         page_size=page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
-        enable_prefix_cache=config.cache.enable_prefix_cache,
-        policy=settings.policy,
-        max_starvation_s=settings.max_starvation_s or math.inf,
-        tenant_weights=parse_weights(settings.tenant_weights),
-        classes=parse_classes(settings.request_classes),
-        batching=settings.batching,
-        batch_window_s=settings.batch_window_ms / 1e3,
-        prefill_first=settings.prefill_first,
-        long_prompt_tokens=settings.long_prompt_tokens,
-        max_long_prompts=settings.max_long_prompts,
-        long_prompt_share=settings.long_prompt_share,
-        itl_slo_s=settings.itl_slo_ms / 1e3,
-        ttft_slo_s=settings.ttft_slo_ms / 1e3,
-        min_prefill_tokens=settings.min_prefill_tokens,
-        watermark=config.cache.kv_watermark,
-        max_queued_requests=settings.max_queued_requests,
-        max_queued_tokens=settings.max_queued_tokens,
         num_host_pages=_num_host_pages(
             config, bytes_per_page(model.num_layers, page_size, layout, dtype)
         ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from jserve.errors import ConfigError
-from scheduler.config import BATCHINGS, RequestClass
+from scheduler.config import BATCHINGS, POLICY_NAMES, RequestClass, SchedulerConfig
 
 MAX_PORT = 65_535
 CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
@@ -132,12 +133,35 @@ def _check_scheduler(s: SchedulerSettings) -> None:
             f"max_num_batched_tokens={s.max_num_batched_tokens} cannot hold one token of each "
             f"of max_num_seqs={s.max_num_seqs}; raise the first or lower the second"
         )
+    if s.policy not in POLICY_NAMES:
+        raise ConfigError(f"policy={s.policy!r}; use one of {', '.join(POLICY_NAMES)}")
     if s.batching not in BATCHINGS:
         raise ConfigError(f"batching={s.batching!r}; use one of {', '.join(BATCHINGS)}")
     if not 0 < s.long_prompt_share <= 1:
         raise ConfigError(f"long_prompt_share={s.long_prompt_share} must be in (0, 1]")
     parse_weights(s.tenant_weights)
     parse_classes(s.request_classes)
+
+
+def scheduler_config(engine: EngineConfig, **sizes: Any) -> SchedulerConfig:
+    """Returns the limits that an engine with these settings gives its scheduler; `sizes` are the
+    fields that come from its model and devices."""
+    settings = engine.scheduler
+    limits: dict[str, Any] = {}
+    for limit in fields(SchedulerConfig):
+        in_ms = limit.name.removesuffix("_s") + "_ms"
+        if hasattr(settings, limit.name):
+            limits[limit.name] = getattr(settings, limit.name)
+        elif hasattr(settings, in_ms):
+            limits[limit.name] = getattr(settings, in_ms) / 1e3
+    limits |= {
+        "max_starvation_s": settings.max_starvation_s or math.inf,
+        "tenant_weights": parse_weights(settings.tenant_weights),
+        "classes": parse_classes(settings.request_classes),
+        "enable_prefix_cache": engine.cache.enable_prefix_cache,
+        "watermark": engine.cache.kv_watermark,
+    }
+    return SchedulerConfig(**limits, **sizes)
 
 
 def parse_weights(text: str) -> dict[str, float]:

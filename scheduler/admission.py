@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
-from scheduler.config import RequestClass, SchedulerConfig
+from scheduler.config import LatencyTargets, SchedulerConfig
 from scheduler.pages import RequestPages, Work
 from scheduler.policy import POLICIES, PolicySettings, WaitingQueue
 from scheduler.request import Request, RequestStatus
@@ -33,6 +33,8 @@ class Admission:
         self.long: set[Request] = set()  # long prompts in prefill
         self._pages = pages
         self._classes = {c.name: c for c in config.classes}
+        self._targets = config.latency_targets()
+        self._has_itl_targets = any(targets.itl_s for targets in self._targets.values())
         self._settings = PolicySettings(
             config.max_starvation_s, config.tenant_weights, pages.num_cached_tokens
         )
@@ -47,19 +49,22 @@ class Admission:
         yield from self.queue
         yield from self._lane_of
 
-    def class_of(self, request: Request) -> RequestClass | None:
-        return self._classes.get(request.request_class)
+    def why_full(
+        self, num_tokens: int, num_live: int, num_more_tokens: int = 0
+    ) -> tuple[str, str] | None:
+        """Returns the limit, "requests" or "tokens", that a prompt of `num_tokens` would exceed,
+        and what there is now; None if there is room.
 
-    def why_full(self, num_tokens: int) -> str | None:
-        """Returns why a prompt of `num_tokens` finds no room in the queue, or None. Preempted
-        requests neither count nor are refused."""
+        `num_live` requests run or wait; `num_more_tokens` wait elsewhere. A prompt alone in the
+        queue may be of any length.
+        """
         config = self.config
-        num_requests = len(self) - self.num_preempted
-        if config.max_queued_requests and num_requests >= config.max_queued_requests:
-            return f"{num_requests} requests wait, the limit"
-        if config.max_queued_tokens and self.num_tokens + num_tokens > config.max_queued_tokens:
-            return (
-                f"{self.num_tokens} prompt tokens wait; {num_tokens} more exceed the limit of "
+        if num_live >= config.max_queued_requests + config.max_num_seqs:
+            return "requests", f"{num_live} requests are running or queued, the limit"
+        waiting = self.num_tokens + num_more_tokens
+        if 0 < config.max_queued_tokens < waiting + num_tokens and waiting:
+            return "tokens", (
+                f"{waiting} prompt tokens are queued; {num_tokens} more exceed the limit of "
                 f"{config.max_queued_tokens}"
             )
         return None
@@ -140,10 +145,16 @@ class Admission:
     # ---- targets ----------------------------------------------------------------------------
 
     def strictest_itl_slo_s(self) -> float:
-        """The shortest target for the time between tokens among those that run; 0: none."""
-        targets = [self.config.itl_slo_s]
-        targets += [c.itl_slo_s for c in self.config.classes if self.running_of[c.name]]
+        """The shortest target for the time between tokens among those that run, or of all while
+        nobody does; 0: none."""
+        if not self._has_itl_targets:
+            return 0.0
+        of_running = [self.targets_of(name).itl_s for name, n in self.running_of.items() if n]
+        targets = of_running or [targets.itl_s for targets in self._targets.values()]
         return min(filter(None, targets), default=0.0)
+
+    def targets_of(self, request_class: str) -> LatencyTargets:
+        return self._targets.get(request_class, self._targets[""])
 
     def ttft_slack_s(self, now: float, prefilling: Iterable[Request]) -> float:
         """Seconds until the first of the prompts that are computed, or of the oldest that waits,
@@ -151,8 +162,7 @@ class Admission:
         oldest = self.queue.oldest()
         slack = math.inf
         for request in [*prefilling, *([oldest] if oldest else [])]:
-            kind = self.class_of(request)
-            target = (kind.ttft_slo_s if kind else 0.0) or self.config.ttft_slo_s
+            target = self.targets_of(request.request_class).ttft_s
             if target and not request.num_output_tokens:
                 slack = min(slack, request.arrival_time + target - now)
         return slack
@@ -160,7 +170,7 @@ class Admission:
     # ---- lanes ------------------------------------------------------------------------------
 
     def _lane_that_blocks(self, request: Request) -> Lane | None:
-        kind = self.class_of(request)
+        kind = self._classes.get(request.request_class)
         if kind is not None and self._room(("class", kind.name)) <= 0:
             return ("class", kind.name)
         if self.config.batching != "continuous":

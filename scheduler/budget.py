@@ -62,8 +62,8 @@ class StepBudgeter:
         config = self._config
         most = config.max_num_batched_tokens - num_decodes
         if itl_slo_s <= 0:
-            budget = StepBudget(most, config.max_num_seqs, "fixed limits")
-        elif self._fitted and not self._fitted.is_ready:
+            return self.fixed(num_decodes)
+        if self._fitted and not self._fitted.is_ready:
             budget = StepBudget(most, config.max_num_seqs, "no model yet")
         elif not num_decodes:
             self._until_running = 0
@@ -84,6 +84,13 @@ class StepBudgeter:
             budget = StepBudget(tokens, max(running, num_rows_running, 1), reason)
         self.last_budget = budget
         return budget
+
+    def fixed(self, num_decodes: int) -> StepBudget:
+        """Returns the budget of a step without a target."""
+        config = self._config
+        most = config.max_num_batched_tokens - num_decodes
+        self.last_budget = StepBudget(most, config.max_num_seqs, "fixed limits")
+        return self.last_budget
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns how long a step took, if the model can."""

@@ -44,17 +44,16 @@ class Composer:
         """How many prompt tokens the step may have, and how many requests may run."""
         config = self._config
         num_decodes = 0 if config.prefill_first else len(decodes)
-        if not config.has_latency_targets:
-            return StepBudget(
-                config.max_num_batched_tokens - num_decodes, config.max_num_seqs, "fixed limits"
-            )
+        itl_slo_s = self._waiting.strictest_itl_slo_s()
+        if not itl_slo_s:
+            return self.budgeter.fixed(num_decodes)
         first = next(iter(self.prefilling), None)
         return self.budgeter.decide(
             num_decodes=num_decodes,
             num_rows_running=config.max_num_seqs - self._slots.num_free,
             context_tokens=int(self._slots.num_computed[decodes].sum()) + num_decodes,
             prefill_context=0 if first is None else int(self._slots.num_computed[first.slot]),
-            itl_slo_s=self._waiting.strictest_itl_slo_s(),
+            itl_slo_s=itl_slo_s,
             ttft_slack_s=self._waiting.ttft_slack_s(now, self.prefilling),
         )
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 BATCHINGS = ("continuous", "dynamic", "static")
+POLICY_NAMES = ("fcfs", "priority", "sjf", "fair", "prefix")  # the keys of policy.POLICIES
+NO_BOUND = 2**62
+
+
+class LatencyTargets(NamedTuple):
+    """Targets in seconds; 0: none."""
+
+    ttft_s: float
+    itl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,7 @@ class SchedulerConfig:
       num_pages: pages of the pool, the null page, which is never handed out, included.
       max_model_len: most tokens of one request, prompt and output.
       enable_prefix_cache: keep full pages for prompts that begin alike.
-      policy: who is admitted next, a key of policy.POLICIES.
+      policy: who is admitted next, one of POLICY_NAMES.
       max_starvation_s: longest wait before a request comes first under any policy.
       tenant_weights: shares of policy "fair"; 1 for tenants that are not named.
       classes: what is promised and allowed to named kinds of requests.
@@ -57,7 +67,7 @@ class SchedulerConfig:
         target may hold back; 0: none.
       min_prefill_tokens: prefill tokens that a step may always have, whatever the targets.
       watermark: share of the pool that an admission leaves free.
-      max_queued_requests: most that wait; 0: no bound. Preempted ones do not count.
+      max_queued_requests: most that wait, besides those that would fill the slots.
       max_queued_tokens: most prompt tokens that wait; 0: no bound.
       num_host_pages: pages of host memory for preempted requests; 0: they are recomputed.
     """
@@ -83,7 +93,7 @@ class SchedulerConfig:
     ttft_slo_s: float = 0.0
     min_prefill_tokens: int = 16
     watermark: float = 0.0
-    max_queued_requests: int = 0
+    max_queued_requests: int = NO_BOUND
     max_queued_tokens: int = 0
     num_host_pages: int = 0
 
@@ -96,12 +106,19 @@ class SchedulerConfig:
             raise ValueError(f"{self.num_pages=} must be at least 2: the null page and one more")
         if self.batching not in BATCHINGS:
             raise ValueError(f"{self.batching=} is none of {', '.join(BATCHINGS)}")
+        if self.policy not in POLICY_NAMES:
+            raise ValueError(f"{self.policy=} is none of {', '.join(POLICY_NAMES)}")
 
     @property
     def max_pages_per_seq(self) -> int:
         """J: what a request of max_model_len tokens holds."""
         return -(-self.max_model_len // self.page_size)
 
-    @property
-    def has_latency_targets(self) -> bool:
-        return self.itl_slo_s > 0 or any(c.itl_slo_s > 0 for c in self.classes)
+    def latency_targets(self) -> dict[str, LatencyTargets]:
+        """Returns the targets of each class, the engine's where it has none of its own; those of
+        requests without a class under ""."""
+        targets = {"": LatencyTargets(self.ttft_slo_s, self.itl_slo_s)}
+        for kind in self.classes:
+            ttft_s = kind.ttft_slo_s or self.ttft_slo_s
+            targets[kind.name] = LatencyTargets(ttft_s, kind.itl_slo_s or self.itl_slo_s)
+        return targets

@@ -155,20 +155,13 @@ class Simulation:
             elif request.arrival_time > self._now:
                 return
             total = request.num_prompt_tokens + request.sampling.max_tokens
-            if self._is_full(request) or self.scheduler.why_too_large(total):
+            live = len(self.scheduler.running) + len(self.scheduler.waiting)
+            is_full = self.scheduler.waiting.why_full(request.num_prompt_tokens, live) is not None
+            if is_full or self.scheduler.why_too_large(total):
                 self.totals.num_refused += 1
             else:
                 self.scheduler.add(request)
             self._next = next(self._requests, None)
-
-    def _is_full(self, request: Request) -> bool:
-        """Whether the engine would be too busy: it counts what runs as well."""
-        config, waiting = self.scheduler.config, self.scheduler.waiting
-        most = config.max_queued_requests + config.max_num_seqs
-        if config.max_queued_requests and len(self.scheduler.running) + len(waiting) >= most:
-            return True
-        num_tokens = waiting.num_tokens + request.num_prompt_tokens
-        return 0 < config.max_queued_tokens < num_tokens and waiting.num_tokens > 0
 
     def _next_event_s(self) -> float:
         """When something happens to a scheduler that has planned nothing."""

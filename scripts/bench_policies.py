@@ -79,7 +79,6 @@ class Bench:
             runner=built._runner,
             metrics=EngineMetrics(),
             overlap=True,
-            max_queued_requests=100_000,
         )
         return load_engine(engine, [entry[3] for entry in load], [entry[0] for entry in load])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from jserve.build import build_engine
 from jserve.config import (
     CacheSettings,
     EngineConfig,
@@ -14,6 +13,7 @@ from jserve.config import (
     ServerSettings,
     parse_classes,
     parse_weights,
+    scheduler_config,
 )
 from jserve.errors import ConfigError
 from scheduler.config import RequestClass
@@ -91,9 +91,15 @@ def test_a_bad_entry_of_request_classes_is_named(text, named):
         parse_classes(text)
 
 
-def test_an_unknown_policy_is_refused_before_anything_is_loaded():
-    config = EngineConfig(
-        model=ModelSettings(model="/nowhere"), scheduler=SchedulerSettings(policy="lifo")
-    )
+def test_an_unknown_policy_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match="policy='lifo'; use one of fcfs, priority"):
-        build_engine(config)
+        EngineConfig(scheduler=SchedulerSettings(policy="lifo"))
+
+
+def test_the_scheduler_gets_the_limits_that_the_flags_say():
+    scheduler = SchedulerSettings(itl_slo_ms=40, batch_window_ms=20, tenant_weights="a:2")
+    engine = EngineConfig(scheduler=scheduler, cache=CacheSettings(kv_watermark=0.25))
+    config = scheduler_config(engine, page_size=16, num_pages=9, max_model_len=64)
+    assert (config.itl_slo_s, config.batch_window_s) == pytest.approx((0.04, 0.02))
+    assert config.tenant_weights == {"a": 2.0}
+    assert (config.watermark, config.max_starvation_s) == (0.25, float("inf"))

@@ -43,7 +43,6 @@ class Engine:
         runner: Runner,
         metrics: EngineMetrics,
         overlap: bool,
-        max_queued_requests: int,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLog | None = None,
         request_log: RequestLog | None = None,
@@ -54,7 +53,6 @@ class Engine:
         self._packer = packer
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps left running when a turn ends
-        self._max_live = max_queued_requests + scheduler.config.max_num_seqs
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
         self._in_flight: deque[StepInFlight] = deque()
@@ -98,19 +96,13 @@ class Engine:
             raise InvalidRequest(
                 f"request_id={request.request_id!r} is in use by a live request; choose another"
             )
-        if len(live) >= self._max_live:
-            self.metrics.on_refusal("requests")
-            raise Overloaded(
-                f"{len(live)} requests are running or queued, the limit; try again later"
-            )
-        waiting = self.scheduler.waiting.num_tokens + num_more_tokens
-        most = self.scheduler.config.max_queued_tokens
-        if most and waiting and waiting + request.num_prompt_tokens > most:
-            self.metrics.on_refusal("tokens")
-            raise Overloaded(
-                f"{waiting} prompt tokens are queued; {request.num_prompt_tokens} more exceed the "
-                f"limit of {most}; try again later"
-            )
+        full = self.scheduler.waiting.why_full(
+            request.num_prompt_tokens, len(live), num_more_tokens
+        )
+        if full:
+            limit, why = full
+            self.metrics.on_refusal(limit)
+            raise Overloaded(f"{why}; try again later")
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
         self._live[prepared.request.request_id] = LiveRequest(prepared)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jserve.engine.line_log import LineLog
 from jserve.messages import Timings
+from scheduler.config import RequestClass
 from scheduler.request import Request
 
 
@@ -23,10 +24,16 @@ class RequestLog:
     """
 
     def __init__(
-        self, path: str, *, with_prompts: bool, wall_clock: Callable[[], float] = time.time
+        self,
+        path: str,
+        *,
+        with_prompts: bool,
+        classes: Sequence[RequestClass] = (),
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._lines = LineLog("request_log", path, "a")
         self._with_prompts = with_prompts
+        self._class_priorities = {c.name: c.priority for c in classes}
         self._wall_clock = wall_clock
 
     def add(self, request: Request, num_output: int, timings: Timings, reason: str) -> None:
@@ -37,7 +44,8 @@ class RequestLog:
             "output_tokens": num_output,
             "tenant": request.tenant,
             "request_class": request.request_class,
-            "priority": request.priority,
+            # Without its class's, so that a replay may give the class another one.
+            "priority": request.priority - self._class_priorities.get(request.request_class, 0),
             "cached_tokens": request.num_cached_tokens,
             "queue_s": _rounded(timings.queue_s),
             "ttft_s": _rounded(timings.ttft_s),

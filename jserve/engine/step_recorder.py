@@ -11,7 +11,6 @@ from jserve.engine.device import StepHandle
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.step_log import StepLog
 from scheduler.budget import StepBudget
-from scheduler.config import SchedulerConfig
 from scheduler.packer import PackedBatch
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
@@ -58,7 +57,7 @@ class StepRecorder:
         self._num_evicted = 0
         self._budget: StepBudget | None = None
         self._error = 0.0  # of predictions, as a share of what steps took
-        metrics.set_targets(_targets(scheduler.config))
+        metrics.set_targets(scheduler.config.latency_targets())
         self._show_changes()
         self.show_state()
 
@@ -168,12 +167,3 @@ class StepRecorder:
                 step.plan.predicted_s,
             )
         )
-
-
-def _targets(config: SchedulerConfig) -> dict[str, tuple[float, float]]:
-    """Each class's targets for the first token and for the gaps; "" is of no class."""
-    own = {"": (config.ttft_slo_s, config.itl_slo_s)}
-    return own | {
-        c.name: (c.ttft_slo_s or config.ttft_slo_s, c.itl_slo_s or config.itl_slo_s)
-        for c in config.classes
-    }

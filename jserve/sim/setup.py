@@ -3,18 +3,16 @@ the parts that they choose: runs nothing, shows nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from absl import flags
 
 from jserve.bench.report import parse_goodput
 from jserve.bench.workload import Lengths
-from jserve.config import EngineConfig, parse_classes, parse_weights
+from jserve.config import EngineConfig, scheduler_config
 from jserve.errors import ConfigError
 from jserve.flags import config_from_flags
 from jserve.sim.model_size import ModelSize
@@ -24,7 +22,6 @@ from jserve.sim.timing import Basis, basis_from_flags, step_time_from_flags
 from jserve.sim.traces import read_trace
 from scheduler.bucket import make_buckets
 from scheduler.config import SchedulerConfig
-from scheduler.policy import POLICIES
 from scheduler.request import Request
 from scheduler.step_time import StepTime
 
@@ -83,29 +80,6 @@ def setup_from_flags(values: flags.FlagValues) -> Setup:
 # ---- limits ----
 
 
-def scheduler_config(engine: EngineConfig, **sizes: Any) -> SchedulerConfig:
-    """Returns the limits that an engine with these settings gives its scheduler; `sizes` are the
-    fields that it would take from its model and device."""
-    settings, cache = engine.scheduler, engine.cache
-    if settings.policy not in POLICIES:
-        raise ConfigError(f"policy={settings.policy!r}; use one of {', '.join(POLICIES)}")
-    limits: dict[str, Any] = {}
-    for field in dataclasses.fields(SchedulerConfig):
-        in_ms = field.name.removesuffix("_s") + "_ms"
-        if hasattr(settings, field.name):
-            limits[field.name] = getattr(settings, field.name)
-        elif hasattr(settings, in_ms):
-            limits[field.name] = getattr(settings, in_ms) / 1e3
-    limits |= {
-        "max_starvation_s": settings.max_starvation_s or math.inf,
-        "tenant_weights": parse_weights(settings.tenant_weights),
-        "classes": parse_classes(settings.request_classes),
-        "enable_prefix_cache": cache.enable_prefix_cache,
-        "watermark": cache.kv_watermark,
-    }
-    return SchedulerConfig(**limits, **sizes)
-
-
 def _limits(engine: EngineConfig, values: flags.FlagValues, basis: Basis) -> SchedulerConfig:
     """Pages and lengths as flags, the step log or the device's memory have them, in this order."""
     log, device, size = basis
@@ -152,13 +126,15 @@ def _load(
     if values.trace:
         requests = read_trace(values.trace, values.trace_format, skipped)
     else:
-        requests = synthetic(_mix(values), {c.name: c.priority for c in config.classes})
+        requests = synthetic(_mix(values))
+    priorities = {c.name: c.priority for c in config.classes}
     capacity = min(config.max_model_len, (config.num_pages - 1) * config.page_size)
     num_taken = 0
     for request in requests:
         if request.num_prompt_tokens + request.sampling.max_tokens > capacity:
             skipped[f"longer than {capacity} tokens (--max_model_len, --num_pages)"] += 1
             continue
+        request.priority += priorities.get(request.request_class, 0)
         request.arrival_time /= values.rate_scale
         if engine.scheduler.queue_timeout_s and not values.closed_loop:
             request.queue_deadline = request.arrival_time + engine.scheduler.queue_timeout_s
@@ -192,11 +168,8 @@ def _targets(goodput: str, config: SchedulerConfig) -> tuple[dict[str, Targets],
         limits = {name[:-3] + "_s": ms / 1e3 for name, ms in parse_goodput(goodput).items()}
         return {}, Targets(**limits)
 
-    def targets(ttft_s: float, itl_s: float) -> Targets:
-        return Targets(ttft_s=ttft_s or math.inf, itl_s=itl_s or math.inf)
-
-    own = {
-        c.name: targets(c.ttft_slo_s or config.ttft_slo_s, c.itl_slo_s or config.itl_slo_s)
-        for c in config.classes
+    targets = {
+        name: Targets(ttft_s=own.ttft_s or math.inf, itl_s=own.itl_s or math.inf)
+        for name, own in config.latency_targets().items()
     }
-    return own, targets(config.ttft_slo_s, config.itl_slo_s)
+    return targets, targets[""]

@@ -119,11 +119,8 @@ def parse_tenants(text: str) -> dict[str, float]:
         ) from None
 
 
-def synthetic(mix: Mix, priorities: Mapping[str, int]) -> Iterator[Request]:
-    """Yields the requests of a mix in order of arrival; equal seeds give equal requests.
-
-    `priorities` are those of the classes.
-    """
+def synthetic(mix: Mix) -> Iterator[Request]:
+    """Yields the requests of a mix in order of arrival; equal seeds give equal requests."""
     rng = np.random.default_rng(mix.seed)
     unique, prefixes = UniquePrompts(), _Prefixes()
     kind_ends = list(itertools.accumulate(kind.share for kind in mix.kinds))
@@ -146,7 +143,6 @@ def synthetic(mix: Mix, priorities: Mapping[str, int]) -> Iterator[Request]:
             f"{number}",
             prompt,
             SamplingView(max_tokens=kind.output.draw(rng)),
-            priority=priorities.get(kind.request_class, 0),
             tenant=tenant,
             request_class=kind.request_class,
             arrival_time=arrival_s,

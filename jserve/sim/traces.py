@@ -18,7 +18,6 @@ import heapq
 import itertools
 import json
 import math
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,12 +169,10 @@ def _by_arrival(lines: _Lines) -> Iterator[Entry]:
 def _own_entry(line: str) -> Entry:
     record = _object(line)
     num_prompt = int(record["prompt_tokens"])
-    ids, hashes = record.get("prompt_token_ids"), record.get("page_hashes")
+    ids = record.get("prompt_token_ids")
     prompt: Any = None
     if ids is not None:
         prompt, num_prompt = np.array(ids, np.int32), len(ids)
-    elif hashes:
-        prompt = _from_page_hashes(hashes, num_prompt)
     return Entry(
         float(record["arrival_s"]),
         num_prompt,
@@ -185,18 +182,6 @@ def _own_entry(line: str) -> Entry:
         str(record.get("request_class") or ""),
         int(record.get("priority") or 0),
     )
-
-
-def _from_page_hashes(hashes: Sequence[object], num_tokens: int) -> Sequence[int]:
-    """Builds a prompt whose full pages are equal where their hashes are.
-
-    The page size is the one power of two of which so many fit, as 16 for 2 pages in 40 tokens.
-    """
-    page_size = 1 << (num_tokens // len(hashes)).bit_length() - 1
-    if num_tokens // page_size != len(hashes):
-        raise ValueError(f"{len(hashes)} page_hashes do not fit {num_tokens} prompt_tokens")
-    blocks = [zlib.crc32(str(name).encode()) for name in (*hashes, "tail")]
-    return from_blocks(blocks, page_size, num_tokens)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -87,7 +87,6 @@ class Checked:
             runner=self,
             metrics=EngineMetrics(),
             overlap=True,
-            max_queued_requests=limits.max_num_seqs,
         )
         self.compilations = 0
         self.last_batch: PackedBatch | None = None

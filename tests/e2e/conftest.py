@@ -71,7 +71,6 @@ def rearranged(built, *, overlap: bool = True, **limits):
         runner=built._runner,
         metrics=EngineMetrics(),
         overlap=overlap,
-        max_queued_requests=1024,
         clock=time.monotonic,
     )
     return LLM.from_engine(engine)

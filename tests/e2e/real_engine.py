@@ -100,7 +100,7 @@ def arranged(
     """
     built = _built(kind, role)
     base, model_limits = built.scheduler.config, built.processor.limits
-    config = dataclasses.replace(base, **limits)
+    config = dataclasses.replace(base, max_queued_requests=max_queued_requests, **limits)
     assert config.num_pages <= base.num_pages
     scheduler = Scheduler(config)
     if max_model_len is not None:
@@ -118,7 +118,6 @@ def arranged(
         runner=_Turn(built),
         metrics=EngineMetrics(),
         overlap=overlap,
-        max_queued_requests=max_queued_requests,
         clock=clock,
     )
 

@@ -128,6 +128,7 @@ def tiny(
         "page_size": PAGE_SIZE,
         "num_pages": 64,
         "max_model_len": MAX_MODEL_LEN,
+        "max_queued_requests": max_queued,
     } | limits
     config = SchedulerConfig(**given)
     clock, scheduler, tokenizer = Clock(), Scheduler(config), byte_tokenizer()
@@ -149,7 +150,6 @@ def tiny(
         runner=device,
         metrics=EngineMetrics(),
         overlap=overlap,
-        max_queued_requests=max_queued,
         clock=clock,
         step_log=step_log,
         request_log=request_log,

@@ -158,13 +158,18 @@ def test_a_queue_deadline_ends_what_has_not_started_and_nothing_else():
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens():
     s = make(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=10)
+    assert s.waiting.why_full(99, num_live=0) is None, "alone it may be of any length"
     add(s, "a", 3)
     turn(s)
     add(s, "b", 6)
-    assert s.waiting.why_full(4) is None
-    assert "6 prompt tokens wait; 5 more exceed the limit of 10" in s.waiting.why_full(5)
+    assert s.waiting.why_full(4, num_live=2) is None
+    limit, why = s.waiting.why_full(5, num_live=2)
+    assert limit == "tokens"
+    assert "6 prompt tokens are queued; 5 more exceed the limit of 10" in why
+    assert s.waiting.why_full(2, num_live=2, num_more_tokens=3)[0] == "tokens"
     add(s, "c", 2)
-    assert "2 requests wait" in s.waiting.why_full(1)
+    limit, why = s.waiting.why_full(1, num_live=3)
+    assert (limit, why) == ("requests", "3 requests are running or queued, the limit")
 
 
 def test_preempted_requests_take_no_room_in_the_queue():
@@ -173,7 +178,7 @@ def test_preempted_requests_take_no_room_in_the_queue():
     add(s, "s", 3, 16)
     run_dry(s)
     assert len(s.waiting) == s.waiting.num_preempted == 1
-    assert s.waiting.why_full(5) is None
+    assert s.waiting.why_full(5, num_live=2) is None
 
 
 def test_the_watermark_stays_free():
@@ -325,3 +330,15 @@ def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_ones_prefix():
     turn(s)
     turn(s)
     assert urgent.status == RequestStatus.RUNNING
+
+
+def test_a_laxer_class_keeps_to_its_own_target_and_not_to_the_engines():
+    kinds = (RequestClass(name="batch", itl_slo_s=0.5), RequestClass(name="fast"))
+    s = make(itl_slo_s=0.05, classes=kinds)
+    assert s.waiting.strictest_itl_slo_s() == 0.05, "while nobody runs"
+    add(s, "b", 3, request_class="batch")
+    turn(s)
+    assert s.waiting.strictest_itl_slo_s() == 0.5
+    add(s, "f", 3, request_class="fast")
+    turn(s)
+    assert s.waiting.strictest_itl_slo_s() == 0.05

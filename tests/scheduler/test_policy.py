@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scheduler.config import RequestClass, SchedulerConfig
+from scheduler.config import POLICY_NAMES, RequestClass, SchedulerConfig
 from scheduler.policy import (
     MAX_IDLE_TENANTS,
     POLICIES,
@@ -342,3 +342,7 @@ def test_fair_shares_hold_among_requests_of_a_class_at_its_cap():
         ended += [r.request_id for r in plan.requests if r.is_finished]
     assert len(ended) == 40
     assert max(ended.index("quiet38"), ended.index("quiet39")) <= 5
+
+
+def test_the_names_that_settings_know_are_the_policies_that_there_are():
+    assert set(POLICY_NAMES) == set(POLICIES)

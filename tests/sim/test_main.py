@@ -14,13 +14,12 @@ import pytest
 from absl import flags
 from PIL import Image
 
-from jserve.config import CacheSettings, EngineConfig, SchedulerSettings
 from jserve.engine.step_log import FIELDS
 from jserve.errors import ConfigError
 from jserve.sim.main import define_flags, simulate_from_flags
 from jserve.sim.model_size import model_size, read_model_config
 from jserve.sim.plot import Pieces
-from jserve.sim.setup import scheduler_config, setup_from_flags
+from jserve.sim.setup import setup_from_flags
 from scheduler.step_shape import StepShape
 from tests.sim.test_step_log import a_log
 
@@ -111,6 +110,25 @@ def test_class_targets_are_what_goodput_means_without_the_flag(tmp_path):
     report = simulated(tmp_path, *LOAD, "--mix=chat:share=1;batch:share=1", classes)
     shares = {name: g["goodput"]["share_percent"] for name, g in report["classes"].items()}
     assert shares == {"batch": 100, "chat": 0}
+
+
+def test_a_logged_request_gets_the_priority_that_its_class_has_in_the_simulation(tmp_path):
+    """Interactive ones come late; only with priorities do they start before the batch ones."""
+    trace = tmp_path / "requests.jsonl"
+    kinds = [("batch", 0.0)] * 20 + [("chat", 0.5)] * 4
+    records = [
+        {"arrival_s": at, "prompt_tokens": 50, "output_tokens": 60, "request_class": kind}
+        for kind, at in kinds
+    ]
+    trace.write_text("\n".join(map(json.dumps, records)))
+    queue_ms = {}
+    for classes in ("chat;batch", "chat;batch:priority=10"):
+        report = simulated(
+            *(tmp_path, f"--trace={trace}", COSTS, "--max_num_seqs=2"),
+            f"--request_classes={classes}",
+        )
+        queue_ms[classes] = report["classes"]["chat"]["queue_ms"]["mean"]
+    assert queue_ms["chat;batch:priority=10"] < 0.5 * queue_ms["chat;batch"]
 
 
 def test_a_recorded_trace_is_simulated(tmp_path, capsys):
@@ -287,15 +305,6 @@ def test_an_empty_step_log_is_refused(tmp_path):
 
 
 # ---- settings ----
-
-
-def test_the_scheduler_gets_the_limits_that_the_flags_say():
-    scheduler = SchedulerSettings(itl_slo_ms=40, batch_window_ms=20, tenant_weights="a:2")
-    engine = EngineConfig(scheduler=scheduler, cache=CacheSettings(kv_watermark=0.25))
-    config = scheduler_config(engine, page_size=16, num_pages=9, max_model_len=64)
-    assert (config.itl_slo_s, config.batch_window_s) == pytest.approx((0.04, 0.02))
-    assert config.tenant_weights == {"a": 2.0}
-    assert (config.watermark, config.max_starvation_s) == (0.25, float("inf"))
 
 
 @pytest.mark.parametrize(

@@ -113,18 +113,6 @@ def test_our_log_is_read_in_order_of_arrival_although_it_is_written_as_requests_
     assert sum(skipped.values()) == 1
 
 
-def test_page_hashes_say_which_logged_prompts_begin_alike(tmp_path):
-    base = {"arrival_s": 0, "output_tokens": 1}
-    lines = [
-        base | {"prompt_tokens": 40, "page_hashes": ["a", "b"]},
-        base | {"prompt_tokens": 50, "page_hashes": ["a", "b", "c"]},
-        base | {"prompt_tokens": 35, "page_hashes": ["a", "x"]},
-    ]
-    first, second, third = read_trace(written(tmp_path, "\n".join(map(json.dumps, lines))))
-    assert num_shared(first, second) == 32
-    assert num_shared(first, third) == 16
-
-
 # ---- what is wrong is named ----
 
 
@@ -157,7 +145,7 @@ def test_a_missing_trace_is_a_config_error(tmp_path):
 
 def a_mix(kinds, **fields):
     fields = {"num_requests": 200, "tenants": {}, "seed": 3} | fields
-    return list(synthetic(Mix(kinds=kinds, **fields), {"batch": 10}))
+    return list(synthetic(Mix(kinds=kinds, **fields)))
 
 
 KIND = Kind(input=Lengths("50:60"), output=Lengths("5"))
@@ -188,7 +176,6 @@ def test_a_mix_draws_its_kinds_tenants_and_lengths_by_their_shares():
     tenants = Counter(r.tenant for r in chat)
     assert tenants["a"] > 5 * tenants["b"] > 0
     assert {r.tenant for r in requests if r.request_class == "batch"} == {"night"}
-    assert {r.priority for r in requests if r.request_class == "batch"} == {10}
 
 
 def test_prompts_share_their_prefix_and_nothing_more():
