@@ -140,7 +140,11 @@ def _check_scheduler(s: SchedulerSettings) -> None:
     if not 0 < s.long_prompt_share <= 1:
         raise ConfigError(f"long_prompt_share={s.long_prompt_share} must be in (0, 1]")
     parse_weights(s.tenant_weights)
-    parse_classes(s.request_classes)
+    has_itl_target = s.itl_slo_ms or any(c.itl_slo_s for c in parse_classes(s.request_classes))
+    if s.prefill_first and has_itl_target:
+        raise ConfigError(
+            "prefill_first lets prompts pause streams, so no itl_slo_ms can be kept; leave out one"
+        )
 
 
 def scheduler_config(engine: EngineConfig, **sizes: Any) -> SchedulerConfig:

@@ -103,3 +103,10 @@ def test_the_scheduler_gets_the_limits_that_the_flags_say():
     assert (config.itl_slo_s, config.batch_window_s) == pytest.approx((0.04, 0.02))
     assert config.tenant_weights == {"a": 2.0}
     assert (config.watermark, config.max_starvation_s) == (0.25, float("inf"))
+
+
+@pytest.mark.parametrize("target", [{"itl_slo_ms": 50.0}, {"request_classes": "a:itl_slo_ms=50"}])
+def test_prompts_first_and_a_target_between_tokens_are_refused_together(target):
+    EngineConfig(scheduler=SchedulerSettings(prefill_first=True))
+    with pytest.raises(ConfigError, match="leave out one"):
+        EngineConfig(scheduler=SchedulerSettings(prefill_first=True, **target))
