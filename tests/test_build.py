@@ -61,7 +61,6 @@ def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(
             request_classes="chat:itl_slo_ms=40;bulk:priority=7",
             batching="dynamic",
             batch_window_ms=20,
-            prefill_first=True,
             long_prompt_tokens=40,
             max_long_prompts=2,
             long_prompt_share=0.25,
@@ -82,7 +81,7 @@ def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(
         RequestClass(name="chat", itl_slo_s=0.04),
         RequestClass(name="bulk", priority=7),
     )
-    assert (limits.batching, limits.batch_window_s, limits.prefill_first) == ("dynamic", 0.02, True)
+    assert (limits.batching, limits.batch_window_s) == ("dynamic", 0.02)
     assert (limits.long_prompt_tokens, limits.max_long_prompts) == (40, 2)
     assert (limits.long_prompt_share, limits.min_prefill_tokens) == (0.25, 8)
     assert (limits.itl_slo_s, limits.ttft_slo_s, limits.watermark) == (0.06, 0.9, 0.1)

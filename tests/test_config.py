@@ -107,6 +107,7 @@ def test_the_scheduler_gets_the_limits_that_the_flags_say():
 
 @pytest.mark.parametrize("target", [{"itl_slo_ms": 50.0}, {"request_classes": "a:itl_slo_ms=50"}])
 def test_prompts_first_and_a_target_between_tokens_are_refused_together(target):
-    EngineConfig(scheduler=SchedulerSettings(prefill_first=True))
+    alone = EngineConfig(scheduler=SchedulerSettings(prefill_first=True))
+    assert scheduler_config(alone, page_size=16, num_pages=9, max_model_len=64).prefill_first
     with pytest.raises(ConfigError, match="leave out one"):
         EngineConfig(scheduler=SchedulerSettings(prefill_first=True, **target))
