@@ -17,6 +17,9 @@ class GenerateRequest:
       prompt: text; the tokenizer adds the model's BOS where the model wants one.
       prompt_token_ids: ids, taken as they are.
       messages: chat turns ({"role": ..., "content": ...}), rendered with the model's template.
+      tools: with messages, the functions that the model may call, as in OpenAI's API.
+      continue_final_message: the answer goes on with the last message instead of a new turn.
+      template_args: with messages, further variables of the template, such as enable_thinking.
       request_id: the caller's name for it, unique among live requests; None draws one.
       model: the name the caller expects to be served; "" is any.
       priority: lower is served first; added to that of its class.
@@ -31,6 +34,9 @@ class GenerateRequest:
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    continue_final_message: bool = False
+    template_args: Mapping[str, Any] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     model: str = ""
@@ -44,11 +50,13 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated position, natural logarithm, of the raw distribution."""
+    """Log-probabilities at one position, natural logarithm: of the model's own distribution, or
+    with --logprobs_mode=processed of the one that was drawn from."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # best first
+    top: tuple[tuple[int, float], ...]  # best first; entry i has rank i + 1
+    rank: int = 0  # of the token: 1 is the most likely one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUpdate:
-    """New output of one request. The last one has finish_reason, usage and timings.
+    """New output of one choice of a request. The last one of each choice has finish_reason, usage
+    (of that choice) and timings.
 
     `text` and `token_ids` are deltas: joined, they are the whole output. Text may lag behind the
     ids while a character or a possible stop string is incomplete.
@@ -79,12 +88,21 @@ class RequestUpdate:
     """
 
     request_id: str
+    index: int = 0  # of the choice, below n
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()  # with the first update only
+    # With the first update of choice 0, where asked for; None for the first token.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
+    num_live_choices: int = 0  # other choices that have not ended
     stop_reason: str | int | None = None
     error: Exception | None = None  # with finish_reason "error" or "deadline"
     usage: Usage | None = None
     timings: Timings | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has ended, with all of its choices."""
+        return self.finish_reason is not None and not self.num_live_choices

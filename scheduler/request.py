@@ -32,6 +32,9 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
+BAD_TOKEN = -1  # what a step gives for a row whose logits are not numbers, or exclude every token
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingView:
     """The part of a request's sampling settings that scheduling and packing need."""
@@ -43,7 +46,19 @@ class SamplingView:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # uint32
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    is_constrained: bool = False  # a mask of allowed tokens comes with each of its steps
     num_logprobs: int = -1  # -1: none
+    num_prompt_logprobs: int = -1  # likewise, of the prompt's tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
 
 
 @dataclass(eq=False, slots=True)

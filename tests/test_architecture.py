@@ -19,7 +19,10 @@ HARD_LIMIT_FUNCTION_LINES, HARD_LIMIT_KERNEL_BODY_LINES = 60, 150
 
 # Per part: what it may import of ours (prefixes), and of others where the design limits that.
 # A part is the longest prefix that fits a module; jserve's own leaves are open to all of jserve.
-LEAVES = ("jserve.errors", "jserve.config", "jserve.messages", "jserve.sampling_params")
+LEAVES = (
+    *("jserve.errors", "jserve.config", "jserve.messages", "jserve.sampling_params"),
+    "jserve.structured",
+)
 MAY_IMPORT = {
     "scheduler": ("scheduler",),
     "pallas_kernels": ("pallas_kernels",),
@@ -41,6 +44,7 @@ MAY_IMPORT = {
     "jserve.config": ("scheduler.config",),
     "jserve.sampling_params": (),
     "jserve.messages": (),
+    "jserve.structured": (),
 }
 RUNNER_SEES_OF_SCHEDULER = {"scheduler.packer", "scheduler.bucket"}
 THIRD_PARTY = {
@@ -50,6 +54,7 @@ THIRD_PARTY = {
     "jserve.config": set(),
     "jserve.sampling_params": set(),
     "jserve.messages": set(),
+    "jserve.structured": set(),
 }
 ENTRY_POINTS = {"jserve.llm", "jserve.server.main", "jserve.batch.main"}  # may ask build.py
 WITHOUT_JAX = (
