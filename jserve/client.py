@@ -29,7 +29,7 @@ from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
-from jserve.server.wire import request_to_proto, update_from_proto
+from jserve.server.wire import answer_from_proto, request_to_proto, update_from_proto
 
 DEADLINE_MARGIN_S = 5.0  # the server ends the request first, with its reason; this is the backstop
 _HEALTH_RETRY_S = 0.1
@@ -80,14 +80,22 @@ class GenerateClient:
     async def generate(
         self, request: GenerateRequest, *, return_prompt_token_ids: bool = False
     ) -> RequestUpdate:
-        """Returns the whole output as one update."""
+        """Returns the whole output of a request of one choice as one update."""
+        if request.sampling.n > 1:
+            raise InvalidRequest(f"n={request.sampling.n} gives several answers; use choices()")
+        choices = await self.choices(request, return_prompt_token_ids=return_prompt_token_ids)
+        return choices[0]
+
+    async def choices(
+        self, request: GenerateRequest, *, return_prompt_token_ids: bool = False
+    ) -> list[RequestUpdate]:
+        """Returns the whole output of each of the request's n choices, in order of index."""
         message = request_to_proto(request, return_prompt_token_ids=return_prompt_token_ids)
         try:
-            return update_from_proto(
-                await self._stub.Generate(message, timeout=_call_timeout(request))
-            )
+            answer = await self._stub.Generate(message, timeout=_call_timeout(request))
         except grpc.aio.AioRpcError as error:
             raise _as_jserve_error(error) from None
+        return answer_from_proto(answer)
 
     async def reset_prefix_cache(self) -> bool:
         """Makes the server forget all cached prefixes; False while requests use any of them. It

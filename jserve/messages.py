@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ class GenerateRequest:
       prompt_token_ids: ids, taken as they are.
       messages: chat turns ({"role": ..., "content": ...}), rendered with the model's template.
       tools: with messages, the functions that the model may call, as in OpenAI's API.
+      tool_choice: "auto", "none", "required", or the object that names a function, likewise.
+      add_generation_prompt: with messages, the prompt ends with the head of the answer's turn.
       continue_final_message: the answer goes on with the last message instead of a new turn.
       template_args: with messages, further variables of the template, such as enable_thinking.
       request_id: the caller's name for it, unique among live requests; None draws one.
@@ -35,6 +37,8 @@ class GenerateRequest:
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] = "auto"
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_args: Mapping[str, Any] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -64,6 +68,14 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
+
+    @classmethod
+    def of_choices(cls, usages: Iterable[Usage]) -> Usage:
+        """Returns that of a whole request: its choices, of which there is at least one, share the
+        prompt."""
+        first, *others = usages
+        num_output = first.completion_tokens + sum(other.completion_tokens for other in others)
+        return cls(first.prompt_tokens, num_output, first.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

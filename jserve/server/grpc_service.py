@@ -19,13 +19,13 @@ from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
 from jserve.server.identity import identity_of
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.status import end_with_status
-from jserve.server.wire import joined, request_from_proto, update_to_proto
+from jserve.server.wire import answer_to_proto, joined, request_from_proto, update_to_proto
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"].full_name
 
 
 class RequestStream(Protocol):
-    """Updates of one request, in order; the one with a finish_reason is the last."""
+    """Updates of one request, in order, up to the one that `is_last`."""
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
 
@@ -80,8 +80,8 @@ class GenerateService:
         """Answers with the whole output at once."""
         try:
             async with aclosing(self._updates(message, context)) as updates:
-                whole = joined([update async for update in updates])
-            return update_to_proto(whole, return_prompt_token_ids=_wants_prompt_ids(message))
+                choices = joined([update async for update in updates])
+            return answer_to_proto(choices, return_prompt_token_ids=_wants_prompt_ids(message))
         except Exception as error:
             await end_with_status(context, error)
 
@@ -111,7 +111,7 @@ class GenerateService:
         finished = False
         try:
             async for update in stream:
-                finished = update.finish_reason is not None
+                finished = update.is_last
                 if update.error is not None:
                     raise update.error
                 if update.finish_reason == "abort":

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
-from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
+from jserve.server.wire_sampling import sampling_from_proto, sampling_to_proto
 
-_OPTIONAL_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "logprobs",
-    "skip_special_tokens",
-)
-_PLAIN_SAMPLING = ("ignore_eos", "include_stop_str")
-_REPEATED_SAMPLING = ("stop", "stop_token_ids")
+_TURN_TEXTS = ("name", "tool_call_id", "reasoning_content")
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
@@ -41,10 +33,8 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     return GenerateRequest(
         prompt=message.prompt if kind == "prompt" else None,
         prompt_token_ids=list(message.token_ids.ids) if kind == "token_ids" else None,
-        messages=[{"role": m.role, "content": m.content} for m in message.chat.messages]
-        if kind == "chat"
-        else None,
-        sampling=_sampling_from_proto(message.sampling),
+        **(_chat_from_proto(message.chat) if kind == "chat" else {}),
+        sampling=sampling_from_proto(message.sampling),
         request_id=message.request_id or None,
         model=message.model,
         priority=message.priority,
@@ -53,6 +43,39 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         timeout_s=_seconds(message, "timeout_s"),
         queue_timeout_s=_seconds(message, "queue_timeout_s"),
     )
+
+
+def _chat_from_proto(chat: pb.ChatMessages) -> dict[str, Any]:
+    tools = _from_json("tools", chat.tools)
+    choice = chat.tool_choice or "auto"
+    return {
+        "messages": [_turn_from_proto(turn) for turn in chat.messages],
+        "tools": tools,
+        "tool_choice": _from_json("tool_choice", choice) if choice.startswith("{") else choice,
+        "template_args": _from_json("template_args", chat.template_args),
+        "continue_final_message": chat.continue_final_message,
+        "add_generation_prompt": not chat.HasField("add_generation_prompt")
+        or chat.add_generation_prompt,
+    }
+
+
+def _turn_from_proto(turn: pb.ChatMessage) -> dict[str, Any]:
+    calls = _from_json("tool_calls", turn.tool_calls)
+    fields: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if calls is not None:
+        fields |= {"content": turn.content or None, "tool_calls": calls}
+    return fields | {name: text for name in _TURN_TEXTS if (text := getattr(turn, name))}
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}") from error
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _seconds(message: pb.GenerateRequest, name: str) -> float | None:
@@ -70,12 +93,9 @@ def request_to_proto(
     Raises:
       InvalidRequest: a value that no proto field can hold, such as an id of more than 64 bits.
     """
-    sampling = request.sampling
-    given = {name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING + _PLAIN_SAMPLING}
-    given |= {name: list(getattr(sampling, name)) for name in _REPEATED_SAMPLING}
     try:
         message = pb.GenerateRequest(
-            sampling=pb.SamplingParams(**{k: v for k, v in given.items() if v is not None}),
+            sampling=sampling_to_proto(request.sampling),
             model=request.model,
             request_id=request.request_id or "",
             priority=request.priority,
@@ -92,11 +112,28 @@ def request_to_proto(
             message.token_ids.SetInParent()  # an empty list is an input too: the server judges
         elif request.messages is not None:
             message.chat.SetInParent()
-            for turn in request.messages:
-                message.chat.messages.add(**turn)
-    except (TypeError, ValueError) as error:
+            _write_chat(message.chat, request, request.messages)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     return message
+
+
+def _write_chat(
+    chat: pb.ChatMessages, request: GenerateRequest, messages: Sequence[Mapping[str, Any]]
+) -> None:
+    for turn in messages:
+        fields = {name: value for name, value in turn.items() if value is not None}
+        if "tool_calls" in fields:
+            fields["tool_calls"] = _to_json(fields["tool_calls"])
+        chat.messages.add(**fields)
+    if request.tools is not None:
+        chat.tools = _to_json(request.tools)
+    choice = request.tool_choice
+    chat.tool_choice = choice if isinstance(choice, str) else _to_json(choice)
+    if request.template_args is not None:
+        chat.template_args = _to_json(request.template_args)
+    chat.continue_final_message = request.continue_final_message
+    chat.add_generation_prompt = request.add_generation_prompt
 
 
 def update_to_proto(
@@ -108,13 +145,14 @@ def update_to_proto(
         text=update.text,
         token_ids=update.token_ids,
         finish_reason=update.finish_reason or "",
+        index=update.index,
+        num_live_choices=update.num_live_choices,
+        logprobs=map(_logprobs_to_proto, update.logprobs),
     )
-    for entry in update.logprobs:
-        message.logprobs.add(
-            token_id=entry.token_id,
-            logprob=entry.logprob,
-            top=[pb.TokenLogprob(token_id=i, logprob=p) for i, p in entry.top],
-        )
+    if update.prompt_logprobs:
+        known = [entry for entry in update.prompt_logprobs if entry is not None]
+        message.prompt_logprobs.tokens.extend(map(_logprobs_to_proto, known))
+        message.prompt_logprobs.SetInParent()  # of a prompt of one token: nothing
     if return_prompt_token_ids:
         message.prompt_token_ids.extend(update.prompt_token_ids)
     if isinstance(update.stop_reason, str):
@@ -144,11 +182,13 @@ def update_from_proto(message: pb.GenerateResponse) -> RequestUpdate:
         request_id=message.request_id,
         text=message.text,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(
-            TokenLogprobs(e.token_id, e.logprob, tuple((t.token_id, t.logprob) for t in e.top))
-            for e in message.logprobs
-        ),
+        index=message.index,
+        num_live_choices=message.num_live_choices,
+        logprobs=tuple(map(_logprobs_from_proto, message.logprobs)),
         prompt_token_ids=tuple(message.prompt_token_ids),
+        prompt_logprobs=(None, *map(_logprobs_from_proto, message.prompt_logprobs.tokens))
+        if message.HasField("prompt_logprobs")
+        else (),
         finish_reason=message.finish_reason or None,
         stop_reason=getattr(message, stop) if stop else None,
         usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
@@ -165,31 +205,66 @@ def update_from_proto(message: pb.GenerateResponse) -> RequestUpdate:
     )
 
 
-def joined(updates: Iterable[RequestUpdate]) -> RequestUpdate:
-    """Returns one update that holds everything the non-empty `updates` of one request hold."""
-    parts = list(updates)
-    last = parts[-1]
-    return RequestUpdate(
-        request_id=last.request_id,
+def answer_to_proto(
+    choices: Sequence[RequestUpdate], *, return_prompt_token_ids: bool = False
+) -> pb.GenerateResponse:
+    """Returns the unary answer that holds the whole `choices`, at least one, in order of index."""
+    first = choices[0]
+    if len(choices) == 1:
+        return update_to_proto(first, return_prompt_token_ids=return_prompt_token_ids)
+    shared = RequestUpdate(
+        request_id=first.request_id,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        usage=Usage.of_choices(c.usage for c in choices if c.usage is not None),
+    )
+    answer = update_to_proto(shared, return_prompt_token_ids=return_prompt_token_ids)
+    own = (replace(choice, prompt_token_ids=(), prompt_logprobs=()) for choice in choices)
+    answer.choices.extend(map(update_to_proto, own))
+    return answer
+
+
+def answer_from_proto(message: pb.GenerateResponse) -> list[RequestUpdate]:
+    """Returns the choices that `answer_to_proto` was given."""
+    whole = update_from_proto(message)
+    if not message.choices:
+        return [whole]
+    first, *others = map(update_from_proto, message.choices)
+    shared = {name: getattr(whole, name) for name in ("prompt_token_ids", "prompt_logprobs")}
+    return [replace(first, **shared), *others]
+
+
+def joined(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
+    """Returns one update for each choice, in order of index, that holds all that the `updates` of
+    one request hold of it."""
+    parts: dict[int, list[RequestUpdate]] = {}
+    for update in updates:
+        parts.setdefault(update.index, []).append(update)
+    return [_joined_choice(parts[index]) for index in sorted(parts)]
+
+
+def _joined_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
+    return replace(
+        parts[-1],
         text="".join(p.text for p in parts),
         token_ids=tuple(i for p in parts for i in p.token_ids),
         logprobs=tuple(e for p in parts for e in p.logprobs),
         prompt_token_ids=parts[0].prompt_token_ids,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        usage=last.usage,
-        timings=last.timings,
+        prompt_logprobs=parts[0].prompt_logprobs,
+        num_live_choices=0,
     )
 
 
-def _sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Fields not given keep SamplingParams' default; of max_tokens that is None here: no limit of
-    its own, as protobuf users read "not set"."""
-    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    given |= {name: getattr(message, name) for name in _PLAIN_SAMPLING}
-    given |= {name: tuple(getattr(message, name)) for name in _REPEATED_SAMPLING}
-    return SamplingParams(**{"max_tokens": None, **given})
+def _logprobs_to_proto(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=i, logprob=p) for i, p in entry.top]
+    return pb.TokenLogprobs(
+        token_id=entry.token_id, logprob=entry.logprob, top=top, rank=entry.rank
+    )
+
+
+def _logprobs_from_proto(entry: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((t.token_id, t.logprob) for t in entry.top)
+    return TokenLogprobs(entry.token_id, entry.logprob, top, entry.rank)
 
 
 def refuse_unknown_fields(message: Message) -> None:

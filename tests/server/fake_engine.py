@@ -1,4 +1,5 @@
-"""An engine without a model: each request gets tokens 0, 1, 2 .. as fast as the test says."""
+"""An engine without a model: each request gets tokens 0, 1, 2 .. as fast as the test says, its
+further choices those from 100, 200 .. on."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class FakeStream:
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest, request_id: str) -> None:
         self.engine, self.request, self.request_id = engine, request, request_id
-        self.num_tokens = 0
+        self.num_steps = 0
         self.done = False
+        self.live_choices = list(range(request.sampling.n))
         self.arrived = time.monotonic()
         self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
 
@@ -34,7 +36,7 @@ class FakeStream:
         while True:
             update = await self._updates.get()
             yield update
-            if update.finish_reason is not None:
+            if update.is_last:
                 return
 
     def abort(self) -> None:
@@ -47,37 +49,57 @@ class FakeStream:
         return tuple(r.prompt_token_ids or range(len(r.prompt or "x")))
 
     def emit(self) -> None:
-        token, self.num_tokens = self.num_tokens, self.num_tokens + 1
+        step, self.num_steps = self.num_steps, self.num_steps + 1
+        for index in list(self.live_choices):
+            self._emit_choice(index, 100 * index + step)
+
+    def _emit_choice(self, index: int, token: int) -> None:
         sampling = self.request.sampling
         stopped = token in sampling.stop_token_ids
-        last = self.num_tokens == (sampling.max_tokens or DEFAULT_MAX_TOKENS)
-        entry = TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.5)))
+        last = self.num_steps == (sampling.max_tokens or DEFAULT_MAX_TOKENS)
+        entry = TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.5)), 1)
+        first = token == 0
         self._put(
+            index=index,
             text=text_of(token) + self.engine.padding,
             token_ids=(token,),
             logprobs=() if sampling.logprobs is None else (entry,),
-            prompt_token_ids=self.prompt_ids if token == 0 else (),
+            prompt_token_ids=self.prompt_ids if first else (),
+            prompt_logprobs=self._prompt_logprobs() if first else (),
             stop_reason=token if stopped else None,
             finish_reason="stop" if stopped else "length" if last else None,
         )
 
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        if self.request.sampling.prompt_logprobs is None:
+            return ()
+        return (None, *(TokenLogprobs(i, -0.25, (), 2) for i in self.prompt_ids[1:]))
+
     def end(self, reason: str, error: Exception | None = None) -> None:
         if not self.done:
-            self._put(finish_reason=reason, error=error)
+            self.live_choices = self.live_choices[:1]
+            self._put(index=self.live_choices[0], finish_reason=reason, error=error)
 
-    def _put(self, finish_reason: str | None, **fields: object) -> None:
+    def _put(self, index: int, finish_reason: str | None, **fields: object) -> None:
         ending = {}
         if finish_reason is not None:
-            self.done = True
-            self.engine.live.remove(self)
+            self.live_choices.remove(index)
             now = time.monotonic() - self.arrived
             ending = {
-                "usage": Usage(len(self.prompt_ids), self.num_tokens, 0),
+                "usage": Usage(len(self.prompt_ids), self.num_steps, 0),
                 "timings": Timings(queue_s=0.0, ttft_s=now, e2e_s=now, itl_s=None),
+                "num_live_choices": len(self.live_choices),
             }
+        if not self.live_choices:
+            self.done = True
+            self.engine.live.remove(self)
         self._updates.put_nowait(
             RequestUpdate(
-                request_id=self.request_id, finish_reason=finish_reason, **fields, **ending
+                request_id=self.request_id,
+                index=index,
+                finish_reason=finish_reason,
+                **fields,
+                **ending,
             )
         )
 

@@ -18,6 +18,7 @@ from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.server.grpc_service import SERVICE
 from jserve.server.proto import generate_pb2 as pb
+from jserve.server.wire import joined, request_to_proto
 from tests.server.conftest import TIMEOUT_S, serving, until
 from tests.server.fake_engine import FakeEngine, text_of
 
@@ -58,6 +59,47 @@ async def test_the_unary_call_brings_the_same_output_at_once(served):
     assert whole.text == "".join(map(text_of, range(4)))
     assert (whole.finish_reason, whole.stop_reason) == ("stop", 3)
     assert [e.token_id for e in whole.logprobs] == [0, 1, 2, 3]
+
+
+async def test_o31_each_choice_comes_once_with_its_own_ending_in_both_modes(served):
+    sampling = SamplingParams(
+        max_tokens=4, n=3, stop_token_ids=(102,), logprobs=0, prompt_logprobs=0
+    )
+    request = GenerateRequest(prompt="abc", sampling=sampling)
+    updates = [u async for u in served.client.stream(request, return_prompt_token_ids=True)]
+    assert [u.is_last for u in updates] == [False] * (len(updates) - 1) + [True]
+    whole = await served.client.choices(request, return_prompt_token_ids=True)
+    for choices in (joined(updates), whole):
+        assert [c.index for c in choices] == [0, 1, 2]
+        assert [c.token_ids for c in choices] == [
+            (0, 1, 2, 3),
+            (100, 101, 102),
+            (200, 201, 202, 203),
+        ]
+        assert [c.finish_reason for c in choices] == ["length", "stop", "length"]
+        assert [c.usage.completion_tokens for c in choices] == [4, 3, 4]
+        assert [len(c.logprobs) for c in choices] == [4, 3, 4]
+        assert [c.prompt_token_ids for c in choices] == [(0, 1, 2), (), ()]
+        assert [e and e.token_id for e in choices[0].prompt_logprobs] == [None, 1, 2]
+    message = await served.stub.Generate(request_to_proto(request))
+    assert (message.usage.prompt_tokens, message.usage.completion_tokens) == (3, 11)
+
+
+async def test_o31_a_request_of_several_choices_is_not_answered_with_one(served):
+    request = GenerateRequest(prompt="abc", sampling=SamplingParams(n=2))
+    with pytest.raises(InvalidRequest, match="n=2"):
+        await served.client.generate(request)
+
+
+async def test_a_call_left_after_its_first_choice_has_ended_aborts_the_others(stepped):
+    sampling = SamplingParams(max_tokens=4, n=2, stop_token_ids=(0,))
+    updates = stepped.client.stream(GenerateRequest(prompt="abc", sampling=sampling))
+    first = asyncio.ensure_future(anext(updates))
+    await until(lambda: stepped.engine.live)
+    stepped.engine.step()
+    assert (await first).finish_reason == "stop"
+    await updates.aclose()
+    await until(lambda: stepped.engine.abort_calls)
 
 
 async def test_all_fields_reach_the_engine(served):

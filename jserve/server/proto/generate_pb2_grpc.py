@@ -50,15 +50,17 @@ class GenerateServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """One request, one answer. `text`, `token_ids` and `logprobs` hold the whole output.
+        """One request, one answer. `text`, `token_ids` and `logprobs` hold the whole output. With n of 2 or
+        more, `choices` holds an answer for each choice, and the fields beside it what they share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """One message per engine update. `text`, `token_ids` and `logprobs` hold what is new; joined in
-        order they are the whole output. The last message has finish_reason, usage and timings.
+        """One message per engine update of one choice. `text`, `token_ids` and `logprobs` hold what is new;
+        joined in order they are the choice's whole output. The last message of each choice has
+        finish_reason, usage and timings; the last one of all has num_live_choices 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
