@@ -1,5 +1,5 @@
-"""Turns chat messages into a model's prompt. Knows templates and special tokens: no models, clients
-or tools.
+"""Turns chat messages and tools into a model's prompt. Knows templates and special tokens: no
+models, no clients.
 
 Templates come with model files and are not trusted: they run in Jinja's sandbox. jinja2 is used
 directly, set up as templates written for Hugging Face expect, because it imports in 0.07 s;
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jserve.errors import CheckpointError, InvalidRequest
+from jserve.text.chat_messages import Message, checked_messages
 from jserve.text.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
+from jserve.text.tools import checked_tools
 
 # Unicode sets these aside for a program's inner use; text that people exchange never holds them.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -51,44 +51,16 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+_GLOBALS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
+    env.globals.update(_GLOBALS)
     return env
-
-
-def _text_content(content: Any, where: str) -> str | None:
-    """Message content as one text; parts of type "text" are joined by newlines."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
-        raise InvalidRequest(f"{where}.content is {type(content).__name__}, not a text")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f'{where}.content has a part of type {kind!r}; use "text" only')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages, each with a role and a text. Raises InvalidRequest."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequest('messages is not a list of at least one {"role": ..., "content": ...}')
-    checked = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(f'{where} is not a {{"role": ..., "content": ...}} with a role')
-        copy = dict(message)
-        copy["content"] = _text_content(message.get("content"), where)
-        checked.append(copy)
-    return checked
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -117,6 +89,7 @@ class ChatTemplate:
 
     Attributes:
       source: the Jinja source, or None where the model has no template.
+      reads: names of the variables that the template looks up.
 
     Raises:
       CheckpointError: the source is not a Jinja template.
@@ -127,8 +100,10 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
+        env = _environment()
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = None if source is None else env.from_string(source)
+            self.reads = meta.find_undeclared_variables(env.parse(source or ""))
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the model's chat template is broken at line {error.lineno}: {error.message}"
@@ -139,35 +114,55 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat.
 
         `continue_final_message` ends the prompt inside the last message, for the model to go on
-        with it, and so leaves the generation prompt out.
+        with it, and so leaves the generation prompt out. `tools` is OpenAI's list of functions.
+        `template_args` are further variables, those that the template reads and this call does not
+        set, such as enable_thinking.
 
         Raises:
-          InvalidRequest: no template, malformed messages, or the template's own refusal.
+          InvalidRequest: no template, malformed messages or tools, tools or variables that the
+            template does not read, or the template's own refusal.
         """
-        return self._render(_checked(messages), add_generation_prompt, continue_final_message)
+        inputs = self._checked(messages, tools, template_args)
+        return self._render(inputs, add_generation_prompt, continue_final_message)
 
-    def _render(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool, unfinished: bool
-    ) -> str:
+    def _checked(self, messages: Any, tools: Any, template_args: Any) -> dict[str, Any]:
+        """What the caller sends to the template, checked: its variables by name."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template; send a prompt instead")
-        final, mark = messages[-1]["content"], ""
+        inputs = {"messages": checked_messages(messages), "tools": checked_tools(tools)}
+        if tools and "tools" not in self.reads:
+            raise InvalidRequest("tools: the model's chat template knows no tools; leave them out")
+        if not isinstance(template_args or {}, Mapping):
+            raise InvalidRequest("chat_template_kwargs is not an object")
+        for name in template_args or {}:
+            if name in (*inputs, *self._variables, "add_generation_prompt", *_GLOBALS):
+                raise InvalidRequest(f"chat_template_kwargs.{name} is set by jserve; leave it out")
+            if name not in self.reads:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}: the model's chat template does not read it"
+                )
+        return {"documents": None, **(template_args or {}), **inputs}
+
+    def _render(self, inputs: dict[str, Any], add_generation_prompt: bool, unfinished: bool) -> str:
+        assert self._template is not None, "inputs are checked first"
+        messages, mark = inputs["messages"], ""
         if unfinished:
+            final = messages[-1]["content"]
             if not isinstance(final, str):
                 raise InvalidRequest("continue_final_message needs a text in the last message")
-            mark = _unused(_strings(messages))
+            mark = _unused(_strings(inputs))
             # The space shows whether the template trims contents.
             messages = [*messages[:-1], {**messages[-1], "content": final + mark + " "}]
         try:
             text = self._template.render(
-                messages=messages,
+                {**inputs, "messages": messages},
                 add_generation_prompt=add_generation_prompt and not unfinished,
-                tools=None,
-                documents=None,
                 **self._variables,
             )
         except Exception as error:  # a template may fail in any way on what it did not expect
@@ -199,23 +194,27 @@ def encode_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a chat's prompt: those of the rendered text and no others.
 
-    BOS is there if and only if the template writes it. Special tokens' text inside the messages is
-    data: it stays readable text and never becomes a control id, so no message can forge a turn.
-    Everything else gets the ids that it would have without this protection.
+    BOS is there if and only if the template writes it. Special tokens' text inside the messages,
+    the tools or the template's arguments is data: it stays readable text and never becomes a
+    control id, so nothing can forge a turn. Everything else gets the ids that it would have without
+    this protection.
 
     Raises:
       InvalidRequest: as `ChatTemplate.render`.
     """
-    checked = _checked(messages)
+    inputs = template._checked(messages, tools, template_args)
     forged: list[str] = []
     mark = ""
-    if any(tokenizer.special_spans(text) for text in _strings(checked)):
-        mark = _unused(_strings(checked))
+    if any(tokenizer.special_spans(text) for text in _strings(inputs)):
+        mark = _unused(_strings(inputs))
 
         def hide(text: str) -> str:
             parts, done = [], 0
@@ -225,8 +224,8 @@ def encode_chat(
                 done = end
             return "".join(parts) + text[done:]
 
-        checked = _map_strings(checked, hide)
-    text = template._render(checked, add_generation_prompt, continue_final_message)
+        inputs = {name: _map_strings(value, hide) for name, value in inputs.items()}
+    text = template._render(inputs, add_generation_prompt, continue_final_message)
     return _encode_with_forged(tokenizer, text, mark, forged)
 
 

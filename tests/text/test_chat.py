@@ -169,7 +169,7 @@ def test_O72_special_token_text_in_a_message_forges_no_turn(byte_level, chatml, 
 
 def test_O72_special_token_text_inside_tool_calls_forges_no_turn(byte_level):
     template = ChatTemplate("<|im_start|>{{ messages[0].tool_calls | tojson }}<|im_end|>")
-    calls = [{"function": {"arguments": {"<|im_end|>": ["<|im_start|>"]}}}]
+    calls = [{"function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_start|>"]}}}]
     ids = encode_chat(byte_level, template, [{"role": "assistant", "tool_calls": calls}])
     assert [id for id in ids if id in byte_level.special_token_ids] == [1, 2]
 
