@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jserve.sampling_params import SamplingParams
@@ -118,3 +118,24 @@ class RequestUpdate:
     def is_last(self) -> bool:
         """Whether the request has ended, with all of its choices."""
         return self.finish_reason is not None and not self.num_live_choices
+
+
+def joined(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
+    """Returns one update for each choice, in order of index, that holds all that the `updates` of
+    one request hold of it."""
+    parts: dict[int, list[RequestUpdate]] = {}
+    for update in updates:
+        parts.setdefault(update.index, []).append(update)
+    return [_joined_choice(parts[index]) for index in sorted(parts)]
+
+
+def _joined_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
+    return replace(
+        parts[-1],
+        text="".join(p.text for p in parts),
+        token_ids=tuple(i for p in parts for i in p.token_ids),
+        logprobs=tuple(e for p in parts for e in p.logprobs),
+        prompt_token_ids=parts[0].prompt_token_ids,
+        prompt_logprobs=parts[0].prompt_logprobs,
+        num_live_choices=0,
+    )

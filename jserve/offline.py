@@ -3,6 +3,7 @@ Knows requests and updates: no files, no prompts' origin, no device."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -10,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jserve.errors import EngineDead, JserveError
-from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.messages import (
+    GenerateRequest,
+    RequestUpdate,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    joined,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +26,8 @@ class CompletionOutput:
     """One finished generation.
 
     `finish_reason` is "stop" or "length"; `stop_reason` is the stop string or stop token id that
-    ended it, if one did. `logprobs` has one entry per token id, or is None where none were asked.
+    ended it, if one did. `logprobs` has one entry per token id, and `cumulative_logprob` is their
+    sum; both are None where none were asked.
     """
 
     index: int
@@ -28,20 +37,34 @@ class CompletionOutput:
     stop_reason: str | int | None
     logprobs: list[TokenLogprobs] | None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else math.fsum(p.logprob for p in self.logprobs)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What became of one prompt. `prompt` is None where ids or chat messages were given.
 
-    `metrics` holds seconds: queue_s, ttft_s, e2e_s, and itl_s, the mean gap between tokens.
+    `outputs` holds the n choices in order of index. `prompt_logprobs` has one entry per prompt
+    token, the first one None, or is None where none were asked. `usage` counts the prompt once and
+    all that was generated, choices that `best_of` left out included.
+    `metrics` holds seconds: queue_s, ttft_s, e2e_s, and itl_s, the mean gap between tokens; those
+    of the choice that ended last.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    usage: Usage
     metrics: Timings | None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache."""
+        return self.usage.cached_tokens
 
 
 class Finished(NamedTuple):
@@ -59,35 +82,33 @@ class _Live:
     key: Any
     mailbox: Mailbox
     request: GenerateRequest
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
+    updates: list[RequestUpdate] = field(default_factory=list)
 
-    def extend(self, update: RequestUpdate) -> None:
-        self.text.append(update.text)
-        self.token_ids.extend(update.token_ids)
-        self.logprobs.extend(update.logprobs)
-        self.prompt_token_ids.extend(update.prompt_token_ids)
-
-    def output(self, last: RequestUpdate) -> RequestOutput:
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self.text),
-            token_ids=self.token_ids,
-            finish_reason=last.finish_reason or "",
-            stop_reason=last.stop_reason,
-            logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
-        )
-        usage = last.usage or Usage(len(self.prompt_token_ids), len(self.token_ids), 0)
+    def output(self) -> RequestOutput:
+        choices = joined(self.updates)
+        sampling = self.request.sampling
         return RequestOutput(
-            request_id=last.request_id,
+            request_id=choices[0].request_id,
             prompt=self.request.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            num_cached_tokens=usage.cached_tokens,
-            metrics=last.timings,
+            prompt_token_ids=list(choices[0].prompt_token_ids),
+            outputs=[_completion(c, sampling.logprobs is not None) for c in choices],
+            prompt_logprobs=None
+            if sampling.prompt_logprobs is None
+            else list(choices[0].prompt_logprobs),
+            usage=Usage.of_choices(c.usage for c in choices if c.usage is not None),
+            metrics=self.updates[-1].timings,
         )
+
+
+def _completion(choice: RequestUpdate, with_logprobs: bool) -> CompletionOutput:
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.text,
+        token_ids=list(choice.token_ids),
+        finish_reason=choice.finish_reason or "",
+        stop_reason=choice.stop_reason,
+        logprobs=list(choice.logprobs) if with_logprobs else None,
+    )
 
 
 class RequestDriver:
@@ -138,15 +159,16 @@ class RequestDriver:
         live = self._live.get(update.request_id)
         if live is None:  # aborted: the engine's last word has no reader
             return
-        live.extend(update)
-        if update.finish_reason is None:
-            return
-        del self._live[update.request_id]
-        result: RequestOutput | JserveError
-        if update.finish_reason in ("stop", "length"):
-            result = live.output(update)
-        else:
-            result = _ended_early(update)
+        live.updates.append(update)
+        if update.finish_reason not in (None, "stop", "length"):
+            self._end(live, update.request_id, _ended_early(update))
+            if update.num_live_choices:
+                self._engine.abort(update.request_id)
+        elif update.is_last:
+            self._end(live, update.request_id, live.output())
+
+    def _end(self, live: _Live, request_id: str, result: RequestOutput | JserveError) -> None:
+        del self._live[request_id]
         live.mailbox.append(Finished(live.key, result))
 
 

@@ -1,5 +1,6 @@
 """An engine without a model, with the contract of jserve/engine/engine.py: one character is one
-token, and an answer is the prompt reversed and repeated. Knows no device."""
+token, and an answer is the prompt reversed and repeated; that of choice 1 begins with its second
+character, and so on. Knows no device."""
 
 from __future__ import annotations
 
@@ -7,21 +8,27 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
+from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, JserveError, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
 
 VOCAB_SIZE = 128  # ASCII
 SPLIT_CHARACTER = 127  # stands for half of an emoji
+SPECIAL_CHARACTER = 1
 
 
 class FakeTokenizer:
     vocab_size = VOCAB_SIZE
+    special_token_ids = frozenset({SPECIAL_CHARACTER})
+    strips_first_space = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
+
+    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        return []
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"\xf0\x9f" if token_id == SPLIT_CHARACTER else bytes([token_id])
@@ -33,7 +40,8 @@ class _Running:
     request: GenerateRequest
     prompt: list[int]
     max_tokens: int
-    generated: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    live_choices: list[int] = field(default_factory=list)
 
 
 class FakeProcessor:
@@ -81,6 +89,7 @@ class FakeEngine:
         self.fail_after_steps = behaviour.pop("fail_after_steps", None)
         self.before_step = behaviour.pop("before_step", lambda: None)
         assert not behaviour
+        self.fail_choice: int | None = None
         self.num_steps = 0
         self.max_seen = 0
         self.added: list[GenerateRequest] = []
@@ -97,7 +106,8 @@ class FakeEngine:
         room = self.processor.max_model_len - len(prompt)
         request_id = f"req-{next(self._ids)}"
         limit = min(request.sampling.max_tokens or room, room)
-        self._requests.append(_Running(request_id, request, prompt, limit))
+        choices = list(range(request.sampling.n))
+        self._requests.append(_Running(request_id, request, prompt, limit, 0, choices))
         self.added.append(request)
         self.max_seen = max(self.max_seen, len(self._requests))
         return request_id
@@ -122,36 +132,54 @@ class FakeEngine:
         if self.fail_after_steps is not None and self.num_steps > self.fail_after_steps:
             raise EngineDead("the device is lost")
         rows = list(itertools.islice(self._requests, self.max_num_seqs))
-        updates = [self._advance(row) for row in rows]
-        ended = {u.request_id for u in updates if u.finish_reason}
+        updates = [update for row in rows for update in self._advance(row)]
+        ended = {u.request_id for u in updates if u.is_last}
         self._requests = deque(r for r in self._requests if r.request_id not in ended)
         return updates
 
-    def _advance(self, row: _Running) -> RequestUpdate:
-        token = row.prompt[-1 - len(row.generated) % len(row.prompt)]
-        first = not row.generated
-        row.generated.append(token)
+    def _advance(self, row: _Running) -> list[RequestUpdate]:
+        row.num_steps += 1
+        return [self._advance_choice(row, index) for index in list(row.live_choices)]
+
+    def _advance_choice(self, row: _Running, index: int) -> RequestUpdate:
+        token = row.prompt[-1 - (row.num_steps - 1 + index) % len(row.prompt)]
+        first = row.num_steps == 1 and index == 0
         sampling = row.request.sampling
         stopped = chr(token) in sampling.stop
-        if row.request.timeout_s is not None and len(row.generated) > 1:
+        if row.request.timeout_s is not None and row.num_steps > 1:
             late = DeadlineExceeded(f"took longer than {row.request.timeout_s:g} s")
-            return RequestUpdate(request_id=row.request_id, finish_reason="deadline", error=late)
+            return self._failed(row, index, "deadline", late)
         if row.request.tenant == "cursed":
-            return RequestUpdate(
-                request_id=row.request_id, finish_reason="error", error=RuntimeError("bad page")
-            )
-        last = stopped or len(row.generated) == row.max_tokens
+            return self._failed(row, index, "error", RuntimeError("bad page"))
+        if index == self.fail_choice:
+            return self._failed(row, index, "error", JserveError("the logits are not a number"))
+        last = stopped or row.num_steps == row.max_tokens
+        if last:
+            row.live_choices.remove(index)
         n = sampling.logprobs
         return RequestUpdate(
             request_id=row.request_id,
+            index=index,
             text="" if stopped else chr(token),
             token_ids=(token,),
-            logprobs=() if n is None else (TokenLogprobs(token, -0.5, ((token, -0.5),) * n),),
+            logprobs=() if n is None else (TokenLogprobs(token, -0.5, ((token, -0.5),) * n, 1),),
             prompt_token_ids=tuple(row.prompt) if first else (),
+            prompt_logprobs=_prompt_logprobs(row) if first else (),
             finish_reason=("stop" if stopped else "length") if last else None,
+            num_live_choices=len(row.live_choices) if last else 0,
             stop_reason=chr(token) if stopped else None,
-            usage=Usage(len(row.prompt), len(row.generated), 0) if last else None,
+            usage=Usage(len(row.prompt), row.num_steps, 0) if last else None,
             timings=Timings(0.001, 0.002, 0.003, 0.0005) if last else None,
+        )
+
+    def _failed(self, row: _Running, index: int, reason: str, error: Exception) -> RequestUpdate:
+        row.live_choices.remove(index)
+        return RequestUpdate(
+            request_id=row.request_id,
+            index=index,
+            finish_reason=reason,
+            num_live_choices=len(row.live_choices),
+            error=error,
         )
 
     def stats(self) -> dict[str, int]:
@@ -161,6 +189,13 @@ class FakeEngine:
         self.closed = True
 
 
-def answer(prompt: str, num_tokens: int) -> str:
+def _prompt_logprobs(row: _Running) -> tuple[TokenLogprobs | None, ...]:
+    n = row.request.sampling.prompt_logprobs
+    if n is None:
+        return ()
+    return (None, *(TokenLogprobs(i, -1.5, ((0, -0.5),) * n, 3) for i in row.prompt[1:]))
+
+
+def answer(prompt: str, num_tokens: int, index: int = 0) -> str:
     """What FakeEngine says to `prompt`."""
-    return "".join(prompt[-1 - i % len(prompt)] for i in range(num_tokens))
+    return "".join(prompt[-1 - (i + index) % len(prompt)] for i in range(num_tokens))

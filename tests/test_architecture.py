@@ -61,7 +61,7 @@ WITHOUT_JAX = (
     *("jserve", "jserve.config", "jserve.errors", "jserve.messages", "jserve.sampling_params"),
     *("jserve.llm", "jserve.offline", "jserve.flags", "jserve.openai_format", "jserve.client"),
     *("jserve.engine", "jserve.text", "jserve.server", "jserve.batch", "scheduler"),
-    *("jserve.sim", "jserve.doctor"),
+    *("jserve.sim", "jserve.doctor", "jserve.openai_response", "jserve.openai_structured"),
 )
 
 

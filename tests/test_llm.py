@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from jserve.errors import ConfigError, EngineDead, InvalidRequest
+from jserve.errors import ConfigError, EngineDead, InvalidRequest, JserveError
 from jserve.llm import LLM, engine_config
+from jserve.messages import Usage
 from jserve.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, answer
 
@@ -65,6 +66,39 @@ def test_metrics_are_in_seconds_and_logprobs_come_one_per_token(llm):
     assert output.metrics.ttft_s == 0.002
     assert [p.token_id for p in output.outputs[0].logprobs] == output.outputs[0].token_ids
     assert all(len(p.top) == 2 for p in output.outputs[0].logprobs)
+
+
+def test_o31_each_choice_comes_once_with_its_own_ending_and_usage_is_their_sum(llm):
+    (output,) = llm.generate("abc", SamplingParams(max_tokens=6, n=3, stop="a", logprobs=1))
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert [c.text for c in output.outputs] == ["cb", "b", ""]
+    assert [c.stop_reason for c in output.outputs] == ["a"] * 3
+    assert [len(c.logprobs) for c in output.outputs] == [3, 2, 1]
+    assert [c.cumulative_logprob for c in output.outputs] == [-1.5, -1.0, -0.5]
+    assert output.usage == Usage(prompt_tokens=3, completion_tokens=6, cached_tokens=0)
+
+
+def test_o31_choices_of_several_prompts_stay_apart(llm):
+    outputs = llm.generate(["abc", "xyz", "q"], SamplingParams(max_tokens=4, n=2))
+    for output in outputs:
+        wanted = [answer(output.prompt, 4, index) for index in (0, 1)]
+        assert [c.text for c in output.outputs] == wanted
+
+
+def test_prompt_logprobs_come_one_per_prompt_token_and_only_where_asked(llm):
+    (output,) = llm.generate("abc", SamplingParams(max_tokens=1, prompt_logprobs=2, n=2))
+    first, *others = output.prompt_logprobs
+    assert first is None
+    assert [(p.token_id, p.rank, len(p.top)) for p in others] == [(98, 3, 2), (99, 3, 2)]
+    assert llm.generate("abc", FIVE)[0].prompt_logprobs is None
+
+
+def test_a_choice_that_fails_ends_its_request(llm, engine):
+    engine.fail_choice = 1
+    with pytest.raises(JserveError, match="not a number"):
+        llm.generate("abc", SamplingParams(max_tokens=4, n=3))
+    assert not engine.has_work
+    assert llm.generate("abc", FIVE)[0].outputs[0].text == answer("abc", 5)
 
 
 def test_a_stop_string_is_reported_as_the_stop_reason(llm):

@@ -15,7 +15,6 @@ from typing import Any
 from jserve.batch.journal import Journal
 from jserve.batch.lines import (
     InputLine,
-    Task,
     decode_line,
     digest64,
     parse_task,
@@ -32,7 +31,8 @@ from jserve.errors import (
     wire_code,
 )
 from jserve.offline import Mailbox, RequestDriver, RequestOutput
-from jserve.openai_format import response_body
+from jserve.openai_format import OpenAICall
+from jserve.openai_response import response_body
 
 
 class Order(StrEnum):
@@ -79,7 +79,7 @@ class _Entry:
 
     line: InputLine
     custom_id: str | None
-    task: Task
+    call: OpenAICall
 
 
 def run_batch(
@@ -189,7 +189,7 @@ class _Job:
     def _submit(self, entry: _Entry) -> bool:
         """Puts an entry into the engine's queue, or returns False where that has no room yet."""
         try:
-            self._driver.add(entry.task.request, entry, self._mailbox)
+            self._driver.add(entry.call.request, entry, self._mailbox)
         except Overloaded:
             if not self._driver.num_live:  # an empty engine has no room: give up, do not spin
                 raise
@@ -208,10 +208,10 @@ class _Job:
             fields = decode_line(line.raw)
             custom_id = take_custom_id(fields)
             self._claim(custom_id)  # lines done before claim theirs too
-            task = None if done else parse_task(fields, custom_id)
+            call = None if done else parse_task(fields, custom_id)
             problem = None
         except InvalidRequest as error:
-            task, problem = None, error
+            call, problem = None, error
         if done:
             self.summary.num_skipped += 1
             self._progress.skip(line.num_bytes)
@@ -219,7 +219,7 @@ class _Job:
         self._open[line.number] = None
         if problem is not None:
             self._refuse(line, custom_id, problem)
-        return None if task is None else _Entry(line, custom_id, task)
+        return None if call is None else _Entry(line, custom_id, call)
 
     def _claim(self, custom_id: str | None) -> None:
         if custom_id is None:
@@ -238,20 +238,19 @@ class _Job:
             self._refuse(entry.line, entry.custom_id, result)
             return
         body = response_body(
-            entry.task.endpoint,
+            entry.call,
             result,
             model=self._options.model_name,
             created=int(time.time()),
-            token_bytes=self._tokenizer.token_bytes,
-            with_token_ids=entry.task.return_token_ids,
+            tokenizer=self._tokenizer,
         )
         response = {"status_code": 200, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-        num_output = len(result.outputs[0].token_ids)
+        usage = result.usage
         self.summary.num_ok += 1
-        self.summary.prompt_tokens += len(result.prompt_token_ids)
-        self.summary.output_tokens += num_output
+        self.summary.prompt_tokens += usage.prompt_tokens
+        self.summary.output_tokens += usage.completion_tokens
         self._write(entry.line, entry.custom_id, response, None)
-        self._progress.answered(entry.line.num_bytes, num_output, ok=True)
+        self._progress.answered(entry.line.num_bytes, usage.completion_tokens, ok=True)
 
     def _refuse(self, line: InputLine, custom_id: str | None, error: JserveError) -> None:
         self.summary.num_errors += 1

@@ -9,8 +9,7 @@ from hashlib import blake2b
 from typing import Any, BinaryIO, NamedTuple
 
 from jserve.errors import InvalidRequest
-from jserve.messages import GenerateRequest
-from jserve.openai_format import Endpoint, parse_body
+from jserve.openai_format import Endpoint, OpenAICall, parse_body
 
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is refused without being held in memory
 _PIECE_BYTES = 2**20
@@ -27,14 +26,6 @@ class InputLine(NamedTuple):
     raw: bytes | None  # without the line's end; None where it is longer than MAX_LINE_BYTES
     digest: int  # of the whole line
     num_bytes: int  # the line's end included
-
-
-class Task(NamedTuple):
-    """What one line asks for."""
-
-    endpoint: Endpoint
-    request: GenerateRequest
-    return_token_ids: bool
 
 
 def read_lines(file: BinaryIO) -> Iterator[InputLine]:
@@ -78,7 +69,7 @@ def take_custom_id(fields: dict[str, Any]) -> str | None:
     return custom_id
 
 
-def parse_task(fields: dict[str, Any], custom_id: str | None) -> Task:
+def parse_task(fields: dict[str, Any], custom_id: str | None) -> OpenAICall:
     """Reads an OpenAI batch line ({"custom_id", "method", "url", "body"}), or a short one: the
     body itself, holding one of "prompt", "messages" and "prompt_token_ids" (custom_id optional).
 
@@ -96,29 +87,19 @@ def parse_task(fields: dict[str, Any], custom_id: str | None) -> Task:
         raise InvalidRequest(f"method={method!r} is not supported; use 'POST'")
     if url not in list(Endpoint):
         raise InvalidRequest(f"url={url!r} is not supported; use one of {', '.join(Endpoint)}")
-    return _parse(Endpoint(url), body, return_token_ids=False)
+    return parse_body(Endpoint(url), body)
 
 
-def _parse_short(body: dict[str, Any]) -> Task:
+def _parse_short(body: dict[str, Any]) -> OpenAICall:
     given = [name for name in _INPUT_NAMES if name in body]
     if len(given) != 1:
         found = ", ".join(given) or "none"
         raise InvalidRequest(f"give exactly one of {', '.join(_INPUT_NAMES)}; found {found}")
     if given == ["messages"]:
-        return _parse(Endpoint.CHAT, body, return_token_ids=False)
+        return parse_body(Endpoint.CHAT, body)
     if given == ["prompt_token_ids"]:
         body["prompt"] = body.pop("prompt_token_ids")
         if not isinstance(body["prompt"], list):
             raise InvalidRequest("prompt_token_ids must be a non-empty list of token ids")
-        return _parse(Endpoint.COMPLETIONS, body, return_token_ids=True)
-    return _parse(Endpoint.COMPLETIONS, body, return_token_ids=False)
-
-
-def _parse(endpoint: Endpoint, body: Any, *, return_token_ids: bool) -> Task:
-    """`return_token_ids` is the default of the body's field of that name, an extension."""
-    if isinstance(body, dict) and "return_token_ids" in body:
-        body = dict(body)
-        return_token_ids = body.pop("return_token_ids")
-        if not isinstance(return_token_ids, bool):
-            raise InvalidRequest(f"return_token_ids={return_token_ids!r} is not true or false")
-    return Task(endpoint, parse_body(endpoint, body), return_token_ids)
+        return parse_body(Endpoint.COMPLETIONS, body, return_token_ids=True)
+    return parse_body(Endpoint.COMPLETIONS, body)

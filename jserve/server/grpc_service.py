@@ -13,13 +13,13 @@ from grpc_reflection.v1alpha import reflection
 
 from jserve.config import ServerSettings
 from jserve.errors import ConfigError, DeadlineExceeded, EngineDead, InvalidRequest
-from jserve.messages import GenerateRequest, RequestUpdate
+from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.server.cache_service import CACHE_SERVICE, CacheService, CachingEngine
 from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
 from jserve.server.identity import identity_of
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.status import end_with_status
-from jserve.server.wire import answer_to_proto, joined, request_from_proto, update_to_proto
+from jserve.server.wire import answer_to_proto, request_from_proto, update_to_proto
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"].full_name
 

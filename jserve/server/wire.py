@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -232,27 +232,6 @@ def answer_from_proto(message: pb.GenerateResponse) -> list[RequestUpdate]:
     first, *others = map(update_from_proto, message.choices)
     shared = {name: getattr(whole, name) for name in ("prompt_token_ids", "prompt_logprobs")}
     return [replace(first, **shared), *others]
-
-
-def joined(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
-    """Returns one update for each choice, in order of index, that holds all that the `updates` of
-    one request hold of it."""
-    parts: dict[int, list[RequestUpdate]] = {}
-    for update in updates:
-        parts.setdefault(update.index, []).append(update)
-    return [_joined_choice(parts[index]) for index in sorted(parts)]
-
-
-def _joined_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
-    return replace(
-        parts[-1],
-        text="".join(p.text for p in parts),
-        token_ids=tuple(i for p in parts for i in p.token_ids),
-        logprobs=tuple(e for p in parts for e in p.logprobs),
-        prompt_token_ids=parts[0].prompt_token_ids,
-        prompt_logprobs=parts[0].prompt_logprobs,
-        num_live_choices=0,
-    )
 
 
 def _logprobs_to_proto(entry: TokenLogprobs) -> pb.TokenLogprobs:

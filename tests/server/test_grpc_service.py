@@ -14,11 +14,11 @@ from jserve.errors import (
     JserveError,
     Overloaded,
 )
-from jserve.messages import GenerateRequest
+from jserve.messages import GenerateRequest, joined
 from jserve.sampling_params import SamplingParams
 from jserve.server.grpc_service import SERVICE
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.wire import joined, request_to_proto
+from jserve.server.wire import request_to_proto
 from tests.server.conftest import TIMEOUT_S, serving, until
 from tests.server.fake_engine import FakeEngine, text_of
 

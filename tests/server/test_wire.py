@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from jserve.errors import InvalidRequest
-from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage, joined
 from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.wire import (
     answer_from_proto,
     answer_to_proto,
-    joined,
     update_from_proto,
     update_to_proto,
 )
