@@ -3,8 +3,6 @@ counts: not arrays on devices, not text."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -15,6 +13,7 @@ from scheduler.bucket import make_buckets
 from scheduler.budget import StepBudgeter
 from scheduler.composition import Composer
 from scheduler.config import SchedulerConfig
+from scheduler.deadlines import Deadlines
 from scheduler.pages import RequestPages
 from scheduler.plan import NewToken, StepPlan
 from scheduler.preemption import Preemption
@@ -60,8 +59,7 @@ class Scheduler:
         self.composer = Composer(config, self.slots, self.pages, self.waiting, self.budgeter)
         self._priorities = Counter[int]()  # of those that run
         self._in_flight: deque[StepPlan] = deque()
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._sequence = itertools.count()
+        self._deadlines = Deadlines()
         self._started_now: set[Request] = set()  # by the step that is being planned
         self.is_blocked = False  # nobody can start until a request comes, leaves or is computed
 
@@ -82,10 +80,7 @@ class Scheduler:
         assert not self.why_too_large(total), self.why_too_large(total)
         self.waiting.push(request)
         self.is_blocked = False
-        for deadline in (request.deadline, request.queue_deadline):
-            if deadline is not None:
-                self._forget_finished_deadlines()
-                heapq.heappush(self._deadlines, (deadline, next(self._sequence), request))
+        self._deadlines.add(request, len(self.running) + len(self.waiting))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in any state and frees all it holds; a second call does nothing."""
@@ -100,22 +95,13 @@ class Scheduler:
         request.finish_reason = reason
         self.waiting.queue.on_finished(request)
 
-    def _forget_finished_deadlines(self) -> None:
-        """Lets go of ended requests whose deadline is far, before they outnumber the live ones."""
-        if len(self._deadlines) > 4 * (len(self.running) + len(self.waiting)) + 16:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
-            heapq.heapify(self._deadlines)
-
     def expire(self, now: float) -> list[Request]:
         """Ends and returns the requests that are past their deadline, or past their queue deadline
         without having started."""
         expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            time, _, request = heapq.heappop(self._deadlines)
-            is_late = time == request.deadline or request.first_scheduled_time is None
-            if is_late and not request.is_finished:
-                self.finish(request, FinishReason.DEADLINE)
-                expired.append(request)
+        for request in self._deadlines.take_late(now):
+            self.finish(request, FinishReason.DEADLINE)
+            expired.append(request)
         return expired
 
     @property
@@ -125,8 +111,8 @@ class Scheduler:
     def next_wake_s(self, now: float) -> float | None:
         """Returns the seconds after which a scheduler that planned nothing has to be asked again
         though nothing happened meanwhile; None if never."""
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        oldest = self.waiting.oldest()
+        deadline, oldest = self._deadlines.first(), self.waiting.oldest()
+        times = [] if deadline is None else [deadline]
         if oldest is not None and self.config.batching == "dynamic":
             times.append(oldest.arrival_time + self.config.batch_window_s)
         return max(min(times) - now, 0.0) if times else None
