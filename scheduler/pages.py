@@ -103,6 +103,10 @@ class RequestPages:
         self._slots.leave(request)
         request.prefix, request.num_prefix_pages = None, 0
 
+    def forget(self, request: Request) -> None:
+        """Sees to it that nobody meets the pages of a request that failed."""
+        self.cache.forget(request.cache_keys, request.known_bytes())
+
     # ---- what others are computing ----------------------------------------------------------
 
     def num_cached_tokens(self, request: Request) -> int:
@@ -160,7 +164,10 @@ class RequestPages:
         return self.cache.match(request.cache_keys, tokens, self._most_shared(request, tokens))
 
     def _most_shared(self, request: Request, tokens: bytes) -> int:
-        """The full pages that may come from the cache: at least one token must be computed."""
+        """The full pages that may come from the cache: at least one token must be computed, and all
+        of a prompt whose log-probabilities are wanted."""
+        if request.sampling.num_prompt_logprobs >= 0 and not request.num_output_tokens:
+            return 0
         return min(
             (request.num_tokens - 1) // self._page_size,
             len(tokens) // (self._page_size * BYTES_PER_TOKEN),

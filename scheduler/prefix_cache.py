@@ -152,6 +152,22 @@ class PrefixCache:
                 self._offer_leaf(at)
             at = at.parent
 
+    def forget(self, keys: CacheKeys, tokens: bytes) -> None:
+        """Removes the pages of `tokens` that nobody holds, and all that was computed behind them: a
+        request with these tokens failed, so they may be spoiled. Who holds the others shows whether
+        those are: he succeeds, or fails and they are removed in turn."""
+        at: Node | None = self._roots.get(keys)
+        if at is None:
+            return
+        at, _, _ = self._walk(at, tokens, 0, len(tokens) // self._page_bytes)
+        doomed: list[Node] = []
+        while at is not None and at.parent is not None and not at.locks:
+            doomed, at = [at], at.parent
+        for node in doomed:
+            doomed += node.children.values()
+        for node in reversed(doomed):  # children before parents
+            self._shorten(node, 0)
+
     def reset(self) -> bool:
         """Forgets everything; False, and no change, while a request uses a cached page."""
         if self.num_evictable != self.num_cached:
@@ -269,23 +285,27 @@ class PrefixCache:
                 continue
             leaf = entry[2]
             kept = max(len(leaf.pages) - count, 0)
-            gone = leaf.pages[kept:]
-            count -= len(gone)
-            if self.events:
-                self.events(Removed(tuple(self._digests(leaf)[kept:])))
-            self.pool.free(gone)
-            self.num_cached -= len(gone)
-            self.num_evictable -= len(gone)
-            self.num_evicted += len(gone)
-            first, parent = leaf.tokens[: self._page_bytes], leaf.parent
-            leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self._page_bytes]
-            del leaf.digests[kept:]
+            count -= len(leaf.pages) - kept
+            self._shorten(leaf, kept)
             if kept:
                 heapq.heappush(self._leaves, entry)
-            elif parent is not None:
-                del parent.children[first]
-                self._num_nodes -= 1
-                self._offer_leaf(parent)
+
+    def _shorten(self, leaf: Node, kept: int) -> None:
+        """Frees all but the first `kept` pages of an idle leaf, which goes with the last."""
+        gone = leaf.pages[kept:]
+        if self.events:
+            self.events(Removed(tuple(self._digests(leaf)[kept:])))
+        self.pool.free(gone)
+        self.num_cached -= len(gone)
+        self.num_evictable -= len(gone)
+        self.num_evicted += len(gone)
+        first, parent = leaf.tokens[: self._page_bytes], leaf.parent
+        leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self._page_bytes]
+        del leaf.digests[kept:]
+        if not kept and parent is not None:
+            del parent.children[first]
+            self._num_nodes -= 1
+            self._offer_leaf(parent)
 
     # ---- what others look at ----------------------------------------------------------------
 

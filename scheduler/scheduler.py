@@ -83,14 +83,21 @@ class Scheduler:
         self._deadlines.add(request, len(self.running) + len(self.waiting))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request in any state and frees all it holds; a second call does nothing."""
+        """Ends a request in any state and frees all it holds; a second call does nothing.
+
+        What it computed stays in the prefix cache, but for FinishReason.ERROR: its KV may hold what
+        is no number.
+        """
         if request.is_finished:
             return
+        failed = reason == FinishReason.ERROR and request.status != RequestStatus.WAITING
         if request.status == RequestStatus.RUNNING:
             self._leave_device(request)
         else:
             self.waiting.remove(request)
             self.preemption.drop(request)
+        if failed:
+            self.pages.forget(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.waiting.queue.on_finished(request)
@@ -158,8 +165,8 @@ class Scheduler:
 
     def update(self, plan: StepPlan, token_ids: Sequence[int] | None) -> list[NewToken]:
         """Takes in what the oldest step in flight sampled, row by row, and ends the requests that
-        are complete. None stands for tokens that end no request and that nobody reads, as in a
-        simulation.
+        are complete, or have failed: BAD_TOKEN, like any negative id, becomes part of no output.
+        None stands for tokens that end no request and that nobody reads, as in a simulation.
 
         Returns the tokens that count: not those of requests that ended while the step ran.
         """
@@ -177,9 +184,13 @@ class Scheduler:
             if request.status != RequestStatus.RUNNING:
                 request.num_inflight_tokens -= 1
             token_id = int(token_ids[row])
+            new_tokens.append(NewToken(request, token_id, row))
+            if token_id < 0:
+                self.finish(request, FinishReason.ERROR)
+                request.num_output_tokens = len(request.output_token_ids)
+                continue
             request.output_token_ids.append(token_id)
             request.num_output_tokens += 1
-            new_tokens.append(NewToken(request, token_id, row))
             if token_id in request.sampling.stop_token_ids:
                 self.finish(request, FinishReason.STOP)
             elif request.num_output_tokens >= request.sampling.max_tokens:

@@ -191,6 +191,25 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if goes_on:
             self.start(holder.keys, holder.text + more, len(holder.text + more))
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def fail(self, data):
+        """One ends, and what it computed may be wrong."""
+        holder = min(self.holders, key=lambda h: h.num_held)  # others build on it, more likely
+        self.holders.remove(holder)
+        self.cache.pool.free(holder.pages[holder.num_held :])
+        self.cache.release(holder.node)
+        self.lock(holder.held(), -1)
+        known = holder.text[: data.draw(st.integers(holder.num_held, len(holder.text)))]
+        self.cache.forget(holder.keys, tokens(known))
+        idle = [p for p in prefixes(holder.keys, known) if p in self.model]
+        idle = [prefix for prefix in idle if not self.model[prefix].locks]
+        if idle:
+            keys, first = idle[0]
+            for prefix in list(self.model):
+                if prefix[0] == keys and prefix[1].startswith(first):
+                    del self.model[prefix]
+
     @rule(count=st.integers(1, NUM_PAGES + 1))
     def press(self, count):
         """Something else wants pages."""

@@ -15,7 +15,7 @@ from scheduler.bucket import make_buckets
 from scheduler.config import RequestClass, SchedulerConfig
 from scheduler.packer import Packer
 from scheduler.policy import POLICIES
-from scheduler.request import FinishReason, Request, RequestStatus, SamplingView
+from scheduler.request import BAD_TOKEN, FinishReason, Request, RequestStatus, SamplingView
 from scheduler.scheduler import Scheduler
 from scheduler.step_shape import StepShape
 from tests.fakes import FakeRunner, expected_output
@@ -25,7 +25,8 @@ STEP_S = 0.01
 SEEN: Counter[str] = Counter()  # what all examples together met
 EXPECTED = ["finished", "hits", "preemptions", "urgent preemptions", "swapped out", "swapped in"]
 EXPECTED += ["expired", "expired while running", "resets", "aborts while preempted"]
-EXPECTED += ["aborts while swapped out", "starved steps"]
+EXPECTED += ["aborts while swapped out", "starved steps", "prompts looked at"]
+EXPECTED += ["failures", "failures while preempted"]
 CLASSES = (
     RequestClass(name="interactive", itl_slo_s=0.05, ttft_slo_s=0.3),
     RequestClass(name="batch", priority=3, max_num_seqs=2),
@@ -82,20 +83,39 @@ class Traffic(RuleBasedStateMachine):
         self.in_flight: deque = deque()
         self.live: list[Request] = []
         self.seen: dict[Request, list[int]] = {}
+        self.fails_at: dict[Request, float] = {}  # length of output from which on logits are bad
+        self.looked_at: dict[Request, set[int]] = {}  # positions whose log-probabilities are known
         self.now = 0.0
         self.num_fruitless = 0  # steps since a request got a token, came or ended
 
     @rule(
         copies=st.integers(1, 3),
         length=st.integers(1, 24),
-        sampling=st.builds(SamplingView, st.integers(1, 30), st.sampled_from([STOP, frozenset()])),
+        sampling=st.builds(
+            SamplingView,
+            st.integers(1, 30),
+            st.sampled_from([STOP, frozenset()]),
+            num_prompt_logprobs=st.sampled_from([-1] * 6 + [0]),
+        ),
+        fails_at=st.sampled_from([math.inf] * 12 + [0, 4, 20]),
         family=st.integers(0, 2),
         request_class=st.sampled_from(["", "interactive", "batch"]),
         priority=st.integers(0, 1),
         patience=st.sampled_from([None] * 6 + [0.1, 1.0]),
         time_limit=st.sampled_from([None] * 6 + [0.2, 2.0]),
     )
-    def add(self, copies, length, sampling, family, request_class, priority, patience, time_limit):
+    def add(
+        self,
+        copies,
+        length,
+        sampling,
+        fails_at,
+        family,
+        request_class,
+        priority,
+        patience,
+        time_limit,
+    ):
         # Prompts of one family share their beginning, so the prefix cache is hit.
         prompt = [(family * 31 + i * i) % 89 for i in range(length)]
         if self.scheduler.why_too_large(length + sampling.max_tokens):
@@ -116,6 +136,9 @@ class Traffic(RuleBasedStateMachine):
             self.scheduler.add(request)
             self.live.append(request)
             self.seen[request] = []
+            self.fails_at[request] = fails_at
+            if sampling.num_prompt_logprobs >= 0:
+                self.looked_at[request] = set()
         self.num_fruitless = 0
 
     @rule(count=st.integers(1, 12))
@@ -204,6 +227,9 @@ class Traffic(RuleBasedStateMachine):
         if not plan.requests and self.scheduler.waiting and not self.in_flight:
             assert self.config.batching == "dynamic", "nobody runs though somebody waits"
             assert self.scheduler.next_wake_s(self.now) is not None
+        for request, start, count, _, _ in plan.rows if self.looked_at else ():
+            if request in self.looked_at:
+                self.looked_at[request].update(range(start, start + count))
         SEEN["swapped out"] += len(plan.copies_out)
         SEEN["swapped in"] += len(plan.copies_in)
 
@@ -211,25 +237,47 @@ class Traffic(RuleBasedStateMachine):
         if not self.in_flight:
             return
         plan, tokens = self.in_flight.popleft()
+        waiting = set(self.scheduler.waiting)
+        for row, request in enumerate(plan.requests):
+            fails_at = self.fails_at[request]
+            if fails_at < math.inf and request in waiting:  # rare, so rather now
+                fails_at = self.fails_at[request] = min(fails_at, request.num_output_tokens)
+            if request.num_output_tokens >= fails_at:
+                tokens[row] = BAD_TOKEN
         for request, token, _ in self.scheduler.update(plan, tokens.tolist()):
             self.num_fruitless = 0
-            self.seen[request].append(token)
+            if token != BAD_TOKEN:
+                self.seen[request].append(token)
             if request.is_finished:
                 self.live.remove(request)
                 self.check_output(request)
+                SEEN["failures while preempted"] += token == BAD_TOKEN and request in waiting
 
     def check_output(self, request):
         stop = request.sampling.stop_token_ids
         want = expected_output(request.prompt_token_ids, request.sampling.max_tokens, stop)
+        reason = FinishReason.STOP if want[-1] in stop else FinishReason.LENGTH
+        if len(want) > self.fails_at[request]:
+            want, reason = want[: self.fails_at[request]], FinishReason.ERROR
+            self.check_nothing_spoiled_stays(request)
         assert self.seen[request] == want, f"{request.request_id} got other tokens"
         assert request.output_token_ids == want
         assert request.num_output_tokens == len(want)
-        stopped = want[-1] in stop
-        assert request.finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert request.finish_reason == reason
         assert request.num_cached_tokens < request.num_prompt_tokens
+        if request in self.looked_at:
+            assert request.num_cached_tokens == 0
+            assert self.looked_at[request] >= set(range(request.num_prompt_tokens))
+            SEEN["prompts looked at"] += 1
         SEEN["finished"] += 1
         SEEN["hits"] += request.num_cached_tokens > 0
         SEEN["preemptions"] += request.num_preemptions
+
+    def check_nothing_spoiled_stays(self, request):
+        cache, tokens = self.scheduler.cache, request.known_bytes()
+        _, num_idle = cache.match(request.cache_keys, tokens, len(request.token_ids) // PAGE)
+        assert not num_idle, "what a failed request computed can still be found"
+        SEEN["failures"] += 1
 
     @invariant()
     def nothing_leaks(self):
