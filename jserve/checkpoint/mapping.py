@@ -5,7 +5,7 @@ The one place that knows which Hugging Face tensors make which parameter. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from jserve.checkpoint.source import Checkpoint, Tensor
 from jserve.errors import CheckpointError
 from jserve.models.config import ModelConfig
 from jserve.models.head_layout import HeadLayout, head_layout
-from jserve.models.params import Axes, ParamShape, is_norm, layer_shapes, top_shapes
-
-ShardingOf = Callable[[Axes], jax.sharding.Sharding]
+from jserve.models.params import Axes, ParamShape, layer_shapes, top_shapes
+from jserve.models.quantize import Quantization, ShardingOf, loaded_dtype, quantized
 
 TOP_TENSORS = {
     "embed": "model.embed_tokens.weight",
@@ -146,17 +145,19 @@ def load_params(
     dtype: Any,
     sharding: ShardingOf | None = None,
     stacked: bool = False,
+    quantization: Quantization = "none",
 ) -> dict[str, Any]:
     """Returns the model's parameters on the devices, with the tree of `params.param_shapes`.
 
     Host memory besides what is on devices: one parameter (of one layer) and a few megabytes of
-    the file. On CPU, where the host is the device, the peak is the model's size in `dtype` plus
-    its largest parameter (stacked: plus a second copy of a layer's largest).
+    the file. On CPU, where the host is the device, the peak is the model's size plus its largest
+    parameter as read, twice that one if stacked or in int8.
 
     Args:
       dtype: float32 or bfloat16, of everything but norm scales, which are float32.
       sharding: logical axes of a parameter -> where it lives; None is the default device.
       stacked: layers as one dict of arrays with a leading L axis, not a list of L dicts.
+      quantization: "w8a8" makes a QuantizedTensor of every matrix, the embedding included.
 
     Raises:
       CheckpointError: a tensor is missing, unknown or misshapen; before any is read.
@@ -164,14 +165,19 @@ def load_params(
     tensors = checked_tensors(checkpoint, config)
     dtype, sharding = jnp.dtype(dtype), sharding or default_sharding
     if checkpoint.restore is not None and layout.is_identity:
-        return checkpoint.restore(config, layout, dtype, sharding, stacked)
+        return checkpoint.restore(config, layout, dtype, sharding, stacked, quantization)
     parts = layer_tensors(config)
 
-    def place(leaf: str, shape: ParamShape, names: Sequence[str]) -> jax.Array:
+    def place(leaf: str, shape: ParamShape, names: Sequence[str]) -> Any:
         sources = [tensors[name] for name in names]
-        host = assemble(leaf, sources, shape.shape, dtype, config, layout)
+        read_as = loaded_dtype(leaf, dtype, quantization)
+        array = jax.device_put(
+            assemble(leaf, sources, shape.shape, read_as, config, layout),
+            sharding(shape.logical_axes),
+        )
         # waiting here is what keeps a second parameter from being assembled meanwhile
-        return jax.block_until_ready(jax.device_put(host, sharding(shape.logical_axes)))
+        jax.block_until_ready(array)
+        return quantized(leaf, array, shape.logical_axes, quantization, sharding)
 
     # the largest first, while there is most room
     params: dict[str, Any] = {
@@ -184,39 +190,51 @@ def load_params(
         for layer in range(config.num_layers)
         for leaf, shape in shapes.items()
     )
-    return params | {"layers": gather_layers(layers, config, layout, dtype, sharding, stacked)}
+    return params | {"layers": gather_layers(layers, config, layout, sharding, stacked)}
 
 
 def gather_layers(
-    arrays: Iterator[tuple[int, str, jax.Array]],
+    params: Iterator[tuple[int, str, Any]],
     config: ModelConfig,
     layout: HeadLayout,
-    dtype: np.dtype,
     sharding: ShardingOf,
     stacked: bool,
-) -> list[dict[str, jax.Array]] | dict[str, jax.Array]:
-    """Returns the (layer, name, parameter) triples of `arrays` as the tree's "layers".
+) -> list[dict[str, Any]] | dict[str, Any]:
+    """Returns the (layer, name, parameter) triples of `params` as the tree's "layers".
 
     Stacked arrays are written in place on the devices (donated), one parameter at a time: they
     are never gathered on the host.
     """
     if not stacked:
-        layers: list[dict[str, jax.Array]] = [{} for _ in range(config.num_layers)]
-        for layer, leaf, array in arrays:
-            layers[layer][leaf] = array
+        layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+        for layer, leaf, param in params:
+            layers[layer][leaf] = param
         return layers
-    stacks, writers = {}, {}
-    for leaf, shape in layer_shapes(config, layout).items():
-        target = sharding((None, *shape.logical_axes))
-        kind = np.dtype(np.float32) if is_norm(leaf) else dtype
-        stacks[leaf] = jnp.zeros((config.num_layers, *shape.shape), kind, device=target)
-        writers[leaf] = jax.jit(_write_layer, donate_argnums=0, out_shardings=target)
-    for layer, leaf, array in arrays:
-        written = writers[leaf](stacks[leaf], array, np.int32(layer))
+    shapes, stacks, writers = layer_shapes(config, layout), {}, {}
+    for layer, leaf, param in params:
+        if leaf not in stacks:
+            stacks[leaf] = stack = _empty_stack(param, config, shapes[leaf].logical_axes, sharding)
+            targets = jax.tree.map(lambda array: array.sharding, stack)
+            writers[leaf] = jax.jit(_write_layer, donate_argnums=0, out_shardings=targets)
+            del stack
+        written = writers[leaf](stacks[leaf], param, np.int32(layer))
         stacks[leaf] = jax.block_until_ready(written)
-        del array  # or it lives on while the next one is made
+        del param  # or it lives on while the next one is made
     return stacks
 
 
-def _write_layer(stack: jax.Array, array: jax.Array, layer: np.int32) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
+def _empty_stack(param: Any, config: ModelConfig, axes: Axes, sharding: ShardingOf) -> Any:
+    """Returns zeros [L, ...] for each array of a parameter of one layer, split as it is."""
+    return jax.tree.map(
+        lambda array: jnp.zeros(
+            (config.num_layers, *array.shape),
+            array.dtype,
+            device=sharding((None, *axes[: array.ndim])),
+        ),
+        param,
+    )
+
+
+def _write_layer(stack: Any, param: Any, layer: np.int32) -> Any:
+    update = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda whole, part: update(whole, part, layer, 0), stack, param)

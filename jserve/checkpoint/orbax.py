@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,7 +24,6 @@ import numpy as np
 
 from jserve.checkpoint.mapping import (
     TOP_TENSORS,
-    ShardingOf,
     default_sharding,
     expected_tensors,
     gather_layers,
@@ -37,6 +36,7 @@ from jserve.models.config import ModelConfig
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.models.params import ParamShape, is_norm, layer_shapes, param_shapes, top_shapes
+from jserve.models.quantize import Quantization, ShardingOf, loaded_dtype, quantized
 
 FORMAT = 1
 SETTINGS_FILE = "jserve.json"
@@ -188,6 +188,7 @@ def restore_params(
     dtype: Any,
     sharding: ShardingOf | None = None,
     stacked: bool = False,
+    quantization: Quantization = "none",
 ) -> dict[str, Any]:
     """Restores the parameters straight into their shardings, one layer at a time.
 
@@ -196,20 +197,30 @@ def restore_params(
     assert layout.is_identity, "a padded layout is assembled by load_params"
     dtype, sharding = jnp.dtype(dtype), sharding or default_sharding
 
-    def abstract(leaf: str, shape: ParamShape) -> jax.ShapeDtypeStruct:
-        kind = jnp.dtype(np.float32) if is_norm(leaf) else dtype
-        return jax.ShapeDtypeStruct(shape.shape, kind, sharding=sharding(shape.logical_axes))
+    def restored(shapes: Mapping[str, ParamShape], layer: int | None) -> Iterator[tuple[str, Any]]:
+        wanted = {
+            leaf: jax.ShapeDtypeStruct(
+                shape.shape,
+                loaded_dtype(leaf, dtype, quantization),
+                sharding=sharding(shape.logical_axes),
+            )
+            for leaf, shape in shapes.items()
+        }
+        arrays = _restore(folder, config, wanted, layer)
+        for leaf, shape in shapes.items():
+            axes = shape.logical_axes
+            yield leaf, quantized(leaf, arrays.pop(leaf), axes, quantization, sharding)
 
     params: dict[str, Any] = {}
     for leaf, shape in top_shapes(config, layout).items():
-        params |= _restore(folder, config, {leaf: abstract(leaf, shape)}, None)
-    wanted = {leaf: abstract(leaf, s) for leaf, s in layer_shapes(config, layout).items()}
+        params |= restored({leaf: shape}, None)
+    shapes = layer_shapes(config, layout)
     layers = (
-        (layer, leaf, array)
+        (layer, leaf, param)
         for layer in range(config.num_layers)
-        for leaf, array in _restore(folder, config, wanted, layer).items()
+        for leaf, param in restored(shapes, layer)
     )
-    return params | {"layers": gather_layers(layers, config, layout, dtype, sharding, stacked)}
+    return params | {"layers": gather_layers(layers, config, layout, sharding, stacked)}
 
 
 def _orbax() -> Any:

@@ -24,6 +24,7 @@ from jserve.models.head_layout import HeadLayout
 from jserve.models.layers import Attend, DecoderLayer, declare_params, linear, rms_norm
 from jserve.models.params import top_shapes
 from jserve.models.rope import rope_table
+from pallas_kernels.quantized_matmul import QuantizedTensor, dequantize
 
 LayerLoop = Literal["unrolled", "switched", "scanned"]
 # By platform, what its compiler makes the best program of (docs/accelerators.md).
@@ -41,7 +42,11 @@ class StepTokens(Protocol):
 
 
 class Decoder(nn.Module):
-    """Everything of a model but its layers' weights, which the loops take as an argument."""
+    """Everything of a model but its layers' weights, which the loops take as an argument.
+
+    Attributes:
+      dtype: of weights made by `init`, and of activations where the embedding is in int8.
+    """
 
     config: ModelConfig
     layout: HeadLayout
@@ -52,7 +57,11 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "D T"]:
         # ids are checked on the host; "clip" spares the select that would fill with NaN
-        x = jnp.take(self.weights["embed"], token_ids, axis=0, mode="clip").T
+        table = self.weights["embed"]
+        rows = jax.tree.map(lambda array: jnp.take(array, token_ids, axis=0, mode="clip"), table)
+        if isinstance(rows, QuantizedTensor):
+            rows = dequantize(rows).astype(self.dtype)
+        x = rows.T
         if self.config.embedding_scale == 1.0:
             return x
         return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded as in training
@@ -78,6 +87,7 @@ def decoder_apply(
     kv_pool: Any,
     attend: Attend,
     loop: LayerLoop,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "D T"], Any]:
     """Runs all layers over the tokens of one step.
 
@@ -89,9 +99,10 @@ def decoder_apply(
       kv_pool: any pytree; handed to `attend` layer after layer, and returned.
       attend: the attention of one layer, with scale and soft cap bound by the caller.
       loop: "unrolled" or "switched" (over a list of layers), or "scanned".
+      dtype: of activations where the embedding is in int8; else they have its own.
 
     Returns:
-      The hidden states after the final norm, in the dtype of the embedding, and the pool.
+      The hidden states after the final norm, in the dtype of activations, and the pool.
 
     Raises:
       ValueError: the loop does not fit the form of params["layers"].
@@ -100,7 +111,7 @@ def decoder_apply(
     if (loop == "scanned") != isinstance(layers, Mapping):
         raise ValueError(f"{loop=} does not fit weights held as {type(layers).__name__}")
     layout = _layout_of(params)
-    decoder, ends = Decoder(config, layout), {"params": _without_layers(params)}
+    decoder, ends = Decoder(config, layout, dtype), {"params": _without_layers(params)}
     tables = _rope_tables(config, batch.positions)  # [1 or 2, 2, H/2, T]
 
     layer = DecoderLayer(config, layout)
@@ -208,6 +219,7 @@ def _layout_of(params: Mapping[str, Any]) -> HeadLayout:
     """The head counts of `params`; where each head came from is a loader's matter."""
     layers = params["layers"]
     qkv = layers["qkv"] if isinstance(layers, Mapping) else layers[0]["qkv"]
+    qkv = qkv.values if isinstance(qkv, QuantizedTensor) else qkv
     return HeadLayout(qkv.shape[-4], qkv.shape[-3] - 2, kv_heads=(), query_heads=())
 
 

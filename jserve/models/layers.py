@@ -19,6 +19,7 @@ from jserve.models.config import ModelConfig
 from jserve.models.head_layout import HeadLayout
 from jserve.models.params import ParamShape, is_norm, layer_shapes
 from jserve.models.rope import apply_rope
+from pallas_kernels.quantized_matmul import QuantizedTensor, quantized_matmul
 
 # Which mesh axis each logical axis of params.py is split over.
 LOGICAL_AXIS_RULES = (("vocab", "model"), ("kv_heads", "model"), ("mlp", "model"))
@@ -62,17 +63,22 @@ def declare_params(
 
 
 def linear(
-    w: Float[Array, "*out in"], x: Float[Array, "in T"], dtype: DTypeLike | None = None
+    w: Float[Array, "*out in"] | QuantizedTensor,
+    x: Float[Array, "in T"],
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*out T"]:
     """Returns w @ x, summed in float32 on each device, in `dtype` or else the dtype of x.
 
-    Sums over devices are of that dtype: of bfloat16, half the bytes of float32.
+    Sums over devices are of that dtype: of bfloat16, half the bytes of float32. An int8 weight
+    takes activations in int8 as well, and sums of int32.
 
     The weight is the left operand because a CPU's matmul packs its right operand at every call:
     here the few activations, not the whole weight. That needs activations to be feature-major, as
     XLA folds (w @ x.T).T back into x @ w.T. TPUs and GPUs take either form in place. The axes of
     the output are left as they are, so that any may be sharded; XLA itself makes it one product.
     """
+    if isinstance(w, QuantizedTensor):
+        return quantized_matmul(w, x, dtype)
     return jax.lax.dot_general(
         w,
         x,

@@ -26,6 +26,11 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm")
 
 
+def is_matrix(name: str) -> bool:
+    """True for what tokens are multiplied by: all but norm scales and biases."""
+    return not name.endswith(("norm", "bias"))
+
+
 def layer_shapes(config: ModelConfig, layout: HeadLayout) -> dict[str, ParamShape]:
     """Returns the parameters of one layer; every layer has the same."""
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim

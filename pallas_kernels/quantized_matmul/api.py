@@ -130,7 +130,11 @@ def _w8a8(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out T"]:
     values, scales = _rounded(x.astype(jnp.float32), axis=0, largest=127)
     contracted = (w.values.ndim - 1,), (0,)
     out = _dot(w.values, values.astype(jnp.int8), contracted, ((), ()), jnp.int32)
-    return out.astype(jnp.float32) * w.scales[..., None] * scales[0]
+    return out.astype(jnp.float32) * w.scales[..., None] * _as_rank(scales, out.ndim)
+
+
+def _as_rank(per_token: Float[Array, "1 T"], rank: int):
+    return per_token.reshape(*[1] * (rank - 1), -1)
 
 
 def _by_group(w: QuantizedTensor, x: Float[Array, "D T"]) -> Float[Array, "*out T"]:

@@ -21,7 +21,8 @@ CONFIG = LLAMA | {
     "head_dim": 64,
 }
 SLACK_BYTES = 64 * 2**20  # blocks of the file, compiled writes, the allocator's own
-# prints: bytes of the parameters, of the largest (of one layer), growth of the peak resident size
+# prints: bytes of the parameters, of the largest as read (of one layer), growth of the peak
+# resident size
 MEASURE = """
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.safetensors import open_safetensors
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import head_layout
-folder, dtype, stacked = sys.argv[1:]
+folder, dtype, stacked, quantization = sys.argv[1:]
 jax.jit(lambda x: x + 1)(jnp.zeros(8)).block_until_ready()
 # not getrusage, whose maximum a process inherits from the one that started it
 status = lambda: Path("/proc/self/status").read_text()
@@ -38,13 +39,15 @@ peak = lambda: int(status().split("VmHWM:")[1].split()[0]) * 1024
 before = peak()
 checkpoint = open_safetensors(Path(folder))
 config = model_config_from_hf(checkpoint.config)
-params = load_params(checkpoint, config, head_layout(config), dtype, stacked=stacked == "True")
+params = load_params(checkpoint, config, head_layout(config), dtype, stacked=stacked == "True",
+                     quantization=quantization)
 total = sum(array.nbytes for array in jax.tree.leaves(params))
 layer = params.pop("layers")
 share = config.num_layers if stacked == "True" else 1
-largest = max([array.nbytes // share for array in jax.tree.leaves(layer)]
-              + [array.nbytes for array in params.values()])
-print(total, largest, peak() - before)
+largest = max([array.size // share for array in jax.tree.leaves(layer)]
+              + [array.size for array in jax.tree.leaves(params)])
+width = 4 if quantization != "none" else jnp.dtype(dtype).itemsize
+print(total, largest * width, peak() - before)
 """
 
 
@@ -56,12 +59,19 @@ def bfloat16_folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_peak_memory_is_the_model_and_its_largest_parameter(bfloat16_folder, dtype, stacked):
-    command = [sys.executable, "-c", MEASURE, str(bfloat16_folder), dtype, str(stacked)]
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "w8a8")]
+)
+def test_peak_memory_is_the_model_and_its_largest_parameter(
+    bfloat16_folder, dtype, quantization, stacked
+):
+    command = [sys.executable, "-c", MEASURE]
+    command += [str(bfloat16_folder), dtype, str(stacked), quantization]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     total, largest, growth = map(int, run.stdout.split())
     if dtype == "float32":
         assert total > 200e6
-    copies = 2 if stacked else 1
+    if quantization == "w8a8":
+        assert total < 70e6
+    copies = 2 if stacked or quantization != "none" else 1
     assert growth < total + copies * largest + SLACK_BYTES

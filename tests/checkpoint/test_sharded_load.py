@@ -7,7 +7,8 @@ import sys
 
 from tests.checkpoint.builders import QWEN2, random_tensors, write_folder
 
-# loads on two emulated devices, both loops and both kinds, and compares with one device
+# loads on two emulated devices, both loops and both kinds, in float32 and int8, and compares with
+# one device
 CHECK = """
 import sys
 from pathlib import Path
@@ -30,18 +31,21 @@ def sharding(axes):
     spec = jax.sharding.PartitionSpec(*("model" if axis else None for axis in axes))
     return jax.sharding.NamedSharding(mesh, spec)
 
-for checkpoint in (source, open_orbax(Path(sys.argv[2]))):
+def check(shape, param, expected):
+    for array, whole in zip(jax.tree.leaves(param), jax.tree.leaves(expected), strict=True):
+        wanted = sharding(shape.logical_axes[: array.ndim])  # scales lack the last axis
+        assert array.sharding.is_equivalent_to(wanted, array.ndim)
+        np.testing.assert_array_equal(array, whole)
+
+for quantization in ("none", "w8a8"):
     for stacked in (False, True):
-        whole = load_params(source, config, layout, "float32", stacked=stacked)
-        params = load_params(checkpoint, config, layout, "float32", sharding, stacked)
+        settings = dict(stacked=stacked, quantization=quantization)
+        whole = load_params(source, config, layout, "float32", **settings)
         shapes = param_shapes(config, layout, stacked)
-        is_shape = lambda node: isinstance(node, ParamShape)
-
-        def check(shape, array, expected):
-            assert array.sharding.is_equivalent_to(sharding(shape.logical_axes), array.ndim)
-            np.testing.assert_array_equal(array, expected)
-
-        jax.tree.map(check, shapes, params, whole, is_leaf=is_shape)
+        for checkpoint in (source, open_orbax(Path(sys.argv[2]))):
+            params = load_params(checkpoint, config, layout, "float32", sharding, **settings)
+            is_shape = lambda node: isinstance(node, ParamShape)
+            jax.tree.map(check, shapes, params, whole, is_leaf=is_shape)
 print("equal")
 """
 

@@ -112,7 +112,8 @@ def run_dense(
         return logits(params, config, hidden), kv_pool
 
     layers = params["layers"]
-    num_kv_heads = (layers if isinstance(layers, dict) else layers[0])["qkv"].shape[-4]
+    qkv = (layers if isinstance(layers, dict) else layers[0])["qkv"]
+    num_kv_heads = jax.tree.leaves(qkv)[0].shape[-4]
     num_tokens = max(len(ids) for ids in sequences)
     shape = (config.num_layers, num_tokens, 2 * num_kv_heads, config.head_dim)
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -120,6 +121,7 @@ def run_dense(
     for ids in sequences:
         padded = np.pad(ids, (0, num_tokens - len(ids)))
         tokens = Tokens(jnp.asarray(padded), positions)
-        out, kv = step(params, tokens, jnp.zeros(shape, params["embed"].dtype))
+        dtype = jax.tree.leaves(params["embed"])[-1].dtype  # of weights in int8: that of the scales
+        out, kv = step(params, tokens, jnp.zeros(shape, dtype))
         results.append((np.asarray(out)[: len(ids)], np.asarray(kv)[:, : len(ids)]))
     return results
