@@ -24,7 +24,7 @@ from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
 from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import BEST_LOOP, LayerLoop
+from jserve.models.decoder import BEST_LOOP, LayerLoop, head_of
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 from jserve.runner.compile import (
@@ -38,7 +38,7 @@ from jserve.runner.kv_cache import choose_num_pages, layout_of, make_pool, page_
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner
-from jserve.runner.step import StepOptions, StepState, why_unsupported
+from jserve.runner.step import StepOptions, StepState, make_sampler_state, why_unsupported
 from jserve.runner.swap import SwapSpace
 from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
@@ -92,13 +92,18 @@ def build_engine(config: EngineConfig) -> Engine:
     limits = _scheduler_config(config, model, pool, dtype, platform)
     state = StepState(
         make_pool(model, pool, dtype, limits.num_pages, limits.page_size, mesh),
-        jnp.zeros(limits.max_num_seqs + 1, jnp.int32, device=replicated(mesh)),
+        make_sampler_state(limits.max_num_seqs, model.vocab_size, replicated(mesh)),
     )
     _log_memory(params, state, limits)
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-    options = StepOptions(model, mesh, backend, loop, limits.max_pages_per_seq)
+    options = StepOptions(
+        *(model, mesh, backend, loop, limits.max_pages_per_seq),
+        max_tokens=max(bucket.num_tokens for bucket in buckets),
+        dtype=dtype,
+        processed_logprobs=config.runner.logprobs_mode == "processed",
+    )
     _check_attention(options, layout, buckets, limits.page_size, dtype)
-    steps = compile_steps(options, buckets, params, state)
+    programs = compile_steps(options, buckets, params, state)
     swap, state = _swap_space(state, limits.num_host_pages, mesh)
     scheduler = Scheduler(limits, swap_page_s=swap.seconds_per_page if swap else 0.0)
     metrics = EngineMetrics()
@@ -106,7 +111,7 @@ def build_engine(config: EngineConfig) -> Engine:
         processor=_input_processor(config, model, tokenizer, scheduler),
         scheduler=scheduler,
         packer=Packer(limits, buckets),
-        runner=Runner(params, state, steps, swap),
+        runner=Runner(params, head_of(params, model), state, programs, swap),
         metrics=metrics,
         overlap=config.scheduler.overlap,
         **logs,

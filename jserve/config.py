@@ -12,6 +12,7 @@ from scheduler.config import BATCHINGS, POLICY_NAMES, RequestClass, SchedulerCon
 
 MAX_PORT = 65_535
 CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
+LOGPROBS_MODES = ("raw", "processed")
 DEFAULT_CACHE_DIR = str(Path.home() / ".cache" / "jserve")
 
 
@@ -69,6 +70,7 @@ class RunnerSettings:
     attention_backend: str = "auto"  # "xla", "mosaic_tpu", "mosaic_gpu"
     layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
+    logprobs_mode: str = "raw"  # of the model's logits; "processed": of what is drawn from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,10 @@ class EngineConfig:
             raise ConfigError(f"kv_watermark={c.kv_watermark} must be in [0, 1)")
         if self.model.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
+        if self.runner.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"logprobs_mode={self.runner.logprobs_mode!r}; use {' or '.join(LOGPROBS_MODES)}"
+            )
         if self.log.request_log_prompts and not self.log.request_log:
             raise ConfigError("request_log_prompts needs a file to write to; give request_log too")
 

@@ -21,6 +21,10 @@ class DeadlineExceeded(JserveError):
     """The request's own deadline passed before it finished."""
 
 
+class RequestFailed(JserveError):
+    """The request cannot go on, though it was legal and the engine is well; others are not hurt."""
+
+
 class EngineDead(JserveError):
     """The engine is not running (not started, draining, stopped, or failed)."""
 

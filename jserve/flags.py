@@ -77,6 +77,8 @@ HELP: dict[str, dict[str, str]] = {
         "attention_backend": "xla, mosaic_tpu, mosaic_gpu, or auto: what suits the platform.",
         "layer_loop": "switched, unrolled, scanned, or auto: those of CPU, GPU and TPU.",
         "enable_compilation_cache": "Keep compiled programs in --cache_dir for the next start.",
+        "logprobs_mode": "raw: log-probabilities of the model's own distribution; processed: of "
+        "the one that tokens are drawn from, with penalties, temperature and the rest.",
     },
     "server": {
         "host": "Address to listen on. There is no authentication: open it to trusted networks "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.config import SchedulerConfig
-from scheduler.packer import FROM_DEVICE, PackedBatch, views
+from scheduler.packer import FROM_DEVICE, PackedBatch, batch_fields, sampling_fields, views
 
 VOCAB = 97
 
@@ -45,7 +45,11 @@ class FakeRunner:
         self.inputs: deque[PackedBatch] = deque(maxlen=64)
 
     def run(self, packed: PackedBatch) -> np.ndarray:
-        batch = views(packed.buffer, packed.bucket, self.config.max_pages_per_seq)
+        fields = batch_fields(packed.bucket, self.config.max_pages_per_seq)
+        batch = views(packed.buffer, fields)
+        kept_in = np.full(packed.bucket.num_rows, self.config.max_num_seqs, np.int32)
+        if packed.sampling is not None:
+            kept_in = views(packed.sampling, sampling_fields(packed.bucket.num_rows))["slots"]
         self.num_steps += 1
         self.num_tokens += packed.num_tokens
         self.inputs.append(packed)
@@ -69,5 +73,5 @@ class FakeRunner:
                 self.pages[pages[position // p], position % p] = token
             held = [int(self.pages[pages[i // p], i % p]) for i in range(kv_len)]
             sampled[row] = next_token(held)
-            self.last_tokens[slot] = sampled[row]
+            self.last_tokens[kept_in[row]] = sampled[row]
         return sampled

@@ -28,10 +28,11 @@ _DRAIN_POLL_S = 0.02
 
 
 class RequestStream:
-    """Updates of one request, in order; the one with a finish_reason is the last."""
+    """Updates of one request, in order; the last one says so (`is_last`)."""
 
-    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, engine: AsyncEngine, prepared: PreparedRequest) -> None:
+        self.request_id = prepared.request.request_id
+        self.num_choices = len(prepared.choices)
         self._engine = engine
         self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
 
@@ -42,7 +43,7 @@ class RequestStream:
         while True:
             update = await self._updates.get()
             yield update
-            if update.finish_reason is not None:
+            if update.is_last:
                 return
 
     def abort(self) -> None:
@@ -94,16 +95,18 @@ class AsyncEngine:
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
         self._check_open()
-        if len(message.prompt or ()) > INLINE_CHARS or message.messages:
+        is_slow = message.messages or message.sampling.structured
+        if len(message.prompt or ()) > INLINE_CHARS or is_slow:
             prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
             self._check_open()
         else:
             prepared = self._engine.processor.prepare(message)
         request = prepared.request
         with self._admission:
-            self._engine.check_room(request, self._streams, self._inbox_tokens)
+            num_live = sum(stream.num_choices for stream in self._streams.values())
+            self._engine.check_room(prepared, self._streams, num_live, self._inbox_tokens)
             self._inbox_tokens += request.num_prompt_tokens
-            stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+            stream = self._streams[request.request_id] = RequestStream(self, prepared)
             self._send(_New(prepared, stream))
         return stream
 
@@ -207,7 +210,7 @@ class AsyncEngine:
         addressed = []
         for update in updates:
             addressed.append((self._readers[update.request_id], update))
-            if update.finish_reason is not None:
+            if update.is_last:
                 del self._readers[update.request_id]
         self._call_in_loop(self._deliver, addressed)
 
@@ -221,7 +224,7 @@ class AsyncEngine:
         for stream, update in addressed:
             if self._streams.get(update.request_id) is not stream:
                 continue  # aborted meanwhile; another request may have its id by now
-            if update.finish_reason is not None:
+            if update.is_last:
                 del self._streams[update.request_id]
             stream.put(update)
 

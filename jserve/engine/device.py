@@ -3,13 +3,29 @@ request's life."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from jserve.messages import TokenLogprobs
 from scheduler.packer import PackedBatch
-from scheduler.request import Request
+
+
+class Logprobs(Protocol):
+    """Natural logarithms of rows' distributions."""
+
+    @property
+    def logprobs(self) -> np.ndarray: ...  # f32[S], of one token
+
+    @property
+    def ranks(self) -> np.ndarray: ...  # i32[S], of that token; 1 is the best one
+
+    @property
+    def top_ids(self) -> np.ndarray: ...  # i32[S, A]
+
+    @property
+    def top_logprobs(self) -> np.ndarray: ...  # f32[S, A]
 
 
 class StepOutput(Protocol):
@@ -19,13 +35,10 @@ class StepOutput(Protocol):
     def token_ids(self) -> np.ndarray: ...
 
     @property
-    def logprobs(self) -> np.ndarray | None: ...  # f32[S]
+    def logprobs(self) -> Logprobs | None: ...
 
     @property
-    def top_ids(self) -> np.ndarray | None: ...  # i32[S, A]
-
-    @property
-    def top_logprobs(self) -> np.ndarray | None: ...  # f32[S, A]
+    def prompt_logprobs(self) -> Sequence[Logprobs]: ...  # of the batch's prompt pieces
 
 
 class StepHandle(Protocol):
@@ -33,18 +46,19 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    def dispatch(self, batch: PackedBatch) -> StepHandle: ...  # never waits
+    """Neither waits. Each step's tokens are chosen before the next step is dispatched."""
+
+    def dispatch(self, batch: PackedBatch) -> Any: ...  # a StepHandle
+
+    def choose(self, handle: Any, allowed: np.ndarray | None = None) -> None: ...  # u32[S, W]
 
 
-def logprobs_of(
-    request: Request, token_id: int, row: int, output: StepOutput
-) -> tuple[TokenLogprobs, ...]:
-    """Returns what a request asked for of one row's token; empty where it asked for nothing."""
-    count = request.sampling.num_logprobs
-    if count < 0 or output.logprobs is None:
-        return ()
-    assert output.top_ids is not None, "log-probabilities come together"
-    assert output.top_logprobs is not None, "log-probabilities come together"
-    ids, values = output.top_ids[row, :count].tolist(), output.top_logprobs[row, :count].tolist()
-    top = tuple(zip(ids, values, strict=True))
-    return (TokenLogprobs(token_id, float(output.logprobs[row]), top),)
+def token_logprobs(token_id: int, row: int, found: Logprobs, num_top: int) -> TokenLogprobs:
+    """Returns one row's entry, with so many alternatives."""
+    ids, values = found.top_ids[row, :num_top].tolist(), found.top_logprobs[row, :num_top].tolist()
+    return TokenLogprobs(
+        token_id,
+        float(found.logprobs[row]),
+        tuple(zip(ids, values, strict=True)),
+        int(found.ranks[row]),
+    )

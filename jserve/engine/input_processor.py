@@ -8,14 +8,16 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 from uuid import uuid4
 
+from jserve.engine.constraint import Constraint, Matcher
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
+from jserve.structured import StructuredOutput
 from jserve.text.chat import ChatTemplate, encode_chat
 from jserve.text.detokenizer import Detokenizer
 from jserve.text.tokenizer import Tokenizer
@@ -38,11 +40,18 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that passed every check, ready to be queued."""
+    """One choice of a request that passed every check, ready to be queued."""
 
     request: Request
     sampling: SamplingParams
     detokenizer: Detokenizer
+    constraint: Constraint | None = None
+    index: int = 0
+    siblings: tuple[PreparedRequest, ...] = ()  # the other choices, of choice 0
+
+    @property
+    def choices(self) -> tuple[PreparedRequest, ...]:
+        return (self, *self.siblings)
 
 
 class InputProcessor:
@@ -52,6 +61,7 @@ class InputProcessor:
       why_too_large: says why a number of tokens can never fit the KV pool, or None.
       classes: those that a request may name.
       queue_timeout_s: longest that any request waits before it starts; 0: no bound.
+      new_matcher: compiles a grammar, at its first use, and begins an output of it.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class InputProcessor:
         *,
         classes: Sequence[RequestClass] = (),
         queue_timeout_s: float = 0.0,
+        new_matcher: Callable[[StructuredOutput], Matcher] | None = None,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -72,6 +83,7 @@ class InputProcessor:
         self._chat_template = chat_template
         self._why_too_large = why_too_large
         self._clock = clock
+        self._new_matcher = new_matcher
 
     def prepare(self, message: GenerateRequest) -> PreparedRequest:
         """Returns the request to queue.
@@ -83,19 +95,7 @@ class InputProcessor:
         request_id = self._checked_fields(message)
         prompt = self._prompt_token_ids(message)
         sampling = message.sampling
-        stop_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids.update(self.limits.eos_token_ids)
-        view = SamplingView(
-            max_tokens=self._max_tokens(len(prompt), sampling.max_tokens),
-            stop_token_ids=frozenset(stop_ids),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=_seed32(sampling.seed),
-            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        )
+        view = self._view(sampling, len(prompt))
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -108,14 +108,88 @@ class InputProcessor:
             queue_deadline=self._queue_deadline(message, now),
             cache_keys=_cache_keys(message),
         )
+        first = self._choice(request, sampling, 0)
+        num_choices = sampling.best_of or sampling.n
+        siblings = tuple(
+            self._choice(_sibling(request, index), sampling, index)
+            for index in range(1, num_choices)
+        )
+        return replace(first, siblings=siblings)
+
+    def _view(self, sampling: SamplingParams, num_prompt: int) -> SamplingView:
+        """What the scheduler and the sampler need to know of the settings."""
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.limits.eos_token_ids)
+        is_constrained = (
+            sampling.structured is not None
+            or sampling.allowed_token_ids is not None
+            or bool(sampling.bad_words)
+            or sampling.min_tokens > 0
+        )
+        num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+        if sampling.best_of is not None:
+            num_logprobs = max(num_logprobs, 0)  # it goes by them
+        return SamplingView(
+            max_tokens=self._max_tokens(num_prompt, sampling.max_tokens),
+            stop_token_ids=frozenset(stop_ids),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,  # type: ignore[arg-type]  # pairs, once checked
+            is_constrained=is_constrained,
+            seed=_seed32(sampling.seed),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=-1
+            if sampling.prompt_logprobs is None
+            else sampling.prompt_logprobs,
+        )
+
+    def _choice(self, request: Request, sampling: SamplingParams, index: int) -> PreparedRequest:
         detokenizer = Detokenizer(
             self.tokenizer,
-            prompt,
+            request.prompt_token_ids,
             stop=sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             include_stop_str=sampling.include_stop_str,
+            min_tokens=sampling.min_tokens,
         )
-        return PreparedRequest(request, sampling, detokenizer)
+        constraint = self._constraint(request, sampling)
+        return PreparedRequest(request, sampling, detokenizer, constraint, index)
+
+    def _constraint(self, request: Request, sampling: SamplingParams) -> Constraint | None:
+        if not request.sampling.is_constrained:
+            return None
+        matcher = None
+        if sampling.structured is not None:
+            if self._new_matcher is None:
+                raise InvalidRequest("structured output is not available here")
+            matcher = self._new_matcher(sampling.structured)
+        return Constraint(
+            self.limits.vocab_size,
+            allowed_token_ids=sampling.allowed_token_ids,
+            bad_word_ids=self._bad_word_ids(sampling.bad_words),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=[
+                i for i in request.sampling.stop_token_ids if i < self.limits.vocab_size
+            ],
+            matcher=matcher,
+        )
+
+    def _bad_word_ids(self, words: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The token sequences of bad words: a text as it is and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not isinstance(word, str):
+                found[word] = None
+                continue
+            for text in (word, " " + word.lstrip()):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return [ids for ids in found if ids]
 
     def _checked_fields(self, message: GenerateRequest) -> str:
         if message.model not in ("", self.limits.name):
@@ -253,6 +327,23 @@ def _check_message_fields(messages: Any) -> None:
                 f"messages[{index}] has unsupported fields: {', '.join(sorted(map(str, extra)))}; "
                 "use role and content"
             )
+
+
+def _sibling(request: Request, index: int) -> Request:
+    """Another choice of the same request, not started yet; its prompt is shared, not copied."""
+    view = request.sampling
+    return Request(
+        request_id=f"{request.request_id}#{index}",
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=replace(view, seed=(view.seed + index) & 0xFFFFFFFF, num_prompt_logprobs=-1),
+        priority=request.priority,
+        tenant=request.tenant,
+        request_class=request.request_class,
+        arrival_time=request.arrival_time,
+        deadline=request.deadline,
+        queue_deadline=request.queue_deadline,
+        cache_keys=request.cache_keys,
+    )
 
 
 def _seed32(seed: int | None) -> int:

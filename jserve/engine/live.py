@@ -1,11 +1,14 @@
-"""What the engine keeps of a live request besides the scheduler's state. Knows times and tokens."""
+"""What the engine keeps of a live choice besides the scheduler's state. Knows times and tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jserve.engine.choices import Choices
+from jserve.engine.device import Logprobs, token_logprobs
 from jserve.engine.input_processor import PreparedRequest
-from jserve.messages import Timings
+from jserve.messages import Timings, TokenLogprobs
+from scheduler.packer import PromptPiece
 
 
 @dataclass(slots=True)
@@ -13,6 +16,8 @@ class LiveRequest:
     """Times are seconds of the engine's clock."""
 
     prepared: PreparedRequest
+    choices: Choices
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     first_token_time: float | None = None
     last_token_time: float = 0.0
     num_tokens: int = 0
@@ -28,3 +33,12 @@ class LiveRequest:
             if first is None or self.num_tokens < 2
             else (self.last_token_time - first) / (self.num_tokens - 1),
         )
+
+    def add_prompt_logprobs(self, start: int, piece: PromptPiece, found: Logprobs) -> None:
+        """Takes in those of the tokens after position `start`; a prompt that is computed again,
+        after a preemption, gives them again."""
+        num_top = self.prepared.request.sampling.num_prompt_logprobs
+        self.prompt_logprobs[start + 1 :] = [
+            token_logprobs(token_id, i, found, num_top)
+            for i, token_id in enumerate(piece.target_ids.tolist())
+        ]

@@ -14,18 +14,28 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jserve.models.decoder import head_of
 from jserve.runner.mesh import replicated
-from jserve.runner.step import StepOptions, StepState, make_step
+from jserve.runner.step import (
+    SCORED_TOKENS,
+    StepOptions,
+    StepState,
+    make_choose,
+    make_forward,
+    make_score,
+    remember,
+)
 from jserve.runner.swap import COPY_PAGES, page_sharding, put_pages, take_pages
 from scheduler.bucket import Bucket
-from scheduler.packer import batch_words
+from scheduler.packer import MAX_LOGIT_BIAS, batch_fields, num_words, sampling_fields
 
 log = logging.getLogger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -54,50 +64,127 @@ def on_each_compilation(callback: Callable[[], None]) -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
 
 
+class Programs(NamedTuple):
+    """All that an engine runs on its devices for steps; each is a compiled executable."""
+
+    forward: dict[Bucket, jax.stages.Compiled]
+    choose: dict[int, jax.stages.Compiled]  # by number of rows
+    score: jax.stages.Compiled
+    remember: jax.stages.Compiled
+
+
 def compile_steps(
     options: StepOptions, buckets: list[Bucket], params: Any, state: StepState
-) -> dict[Bucket, jax.stages.Compiled]:
-    """Returns one executable per bucket: (params, state donated, buffer) -> (state, sampled).
-
-    Logs each bucket with its temporary bytes and seconds.
-    """
+) -> Programs:
+    """Returns the programs of all buckets. Logs each with its temporary bytes and seconds."""
     begin = time.perf_counter()
-    param_shapes = jax.tree.map(_abstract, params)
-    state_shapes = jax.tree.map(_abstract, state)
+    traces = step_traces(options, buckets, jax.tree.map(_abstract, params), state)
 
-    def compile_one(bucket: Bucket) -> jax.stages.Compiled:
+    def compile_one(name: str) -> jax.stages.Compiled:
         start = time.perf_counter()
-        compiled = trace_step(options, bucket, param_shapes, state_shapes).lower().compile()
+        compiled = traces[name]().lower().compile()
         memory = compiled.memory_analysis()
-        log.info(
-            "bucket tokens=%d rows=%d%s: %.1f MiB temporary, %.2f s",
-            bucket.num_tokens,
-            bucket.num_rows,
-            " decode" if bucket.decode_only else "",
-            (memory.temp_size_in_bytes if memory else 0) / 2**20,
-            time.perf_counter() - start,
-        )
+        temp_bytes = memory.temp_size_in_bytes if memory else 0
+        seconds = time.perf_counter() - start
+        log.info("%s: %.1f MiB temporary, %.2f s", name, temp_bytes / 2**20, seconds)
         return compiled
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        compiled = dict(zip(buckets, pool.map(compile_one, buckets), strict=True))
-    log.info("%d buckets compiled in %.2f s", len(buckets), time.perf_counter() - begin)
-    return compiled
+        compiled = dict(zip(traces, pool.map(compile_one, traces), strict=True))
+    log.info("%d programs compiled in %.2f s", len(compiled), time.perf_counter() - begin)
+    return Programs(
+        {bucket: compiled[_forward_name(bucket)] for bucket in buckets},
+        {bucket.num_rows: compiled[_choose_name(bucket.num_rows)] for bucket in buckets},
+        compiled["score"],
+        compiled["remember"],
+    )
 
 
-def trace_step(
+def _forward_name(bucket: Bucket) -> str:
+    kind = " decode" if bucket.decode_only else ""
+    return f"forward tokens={bucket.num_tokens} rows={bucket.num_rows}{kind}"
+
+
+def _choose_name(num_rows: int) -> str:
+    return f"choose rows={num_rows}"
+
+
+def step_traces(
+    options: StepOptions, buckets: list[Bucket], params: Any, state: StepState
+) -> dict[str, Callable[[], jax.stages.Traced]]:
+    """Returns, by name, what traces each program of an engine's steps, the longest to compile
+    first. Of `params` and `state` only shapes, dtypes and shardings matter: the devices of the mesh
+    need not be there."""
+    state = jax.tree.map(_abstract, state)
+    largest_first = sorted(buckets, key=lambda bucket: -bucket.num_tokens)
+    traces: dict[str, Callable[[], jax.stages.Traced]] = {
+        _forward_name(bucket): partial(trace_forward, options, bucket, params, state)
+        for bucket in largest_first
+    }
+    head = head_of(params, options.model)
+    for num_rows in sorted({bucket.num_rows for bucket in buckets}, reverse=True):
+        name = _choose_name(num_rows)
+        traces[name] = partial(trace_choose, options, num_rows, head, state)
+    traces["score"] = partial(trace_score, options, head)
+    traces["remember"] = partial(_trace_remember, options, state)
+    return traces
+
+
+def trace_forward(
     options: StepOptions, bucket: Bucket, params: Any, state: StepState
 ) -> jax.stages.Traced:
-    """Returns the step of one bucket, ready to be lowered for the devices of its mesh. Of `params`
-    and `state` only shapes, dtypes and shardings matter: there may be no such devices here."""
+    """Returns a bucket's forward pass, ready to be lowered; see `step_traces`."""
     whole = replicated(options.mesh)
-    words = batch_words(bucket, options.max_pages_per_seq)
-    step = jax.jit(
-        make_step(options, bucket),
+    words = num_words(batch_fields(bucket, options.max_pages_per_seq))
+    forward = jax.jit(
+        make_forward(options, bucket),
         donate_argnums=1,
-        out_shardings=(jax.tree.map(lambda array: array.sharding, state), whole),
+        out_shardings=(state.kv_pool.sharding, whole),
     )
-    return step.trace(params, state, jax.ShapeDtypeStruct((words,), jnp.int32, sharding=whole))
+    buffer = _array((words,), jnp.int32, whole)
+    return forward.trace(params, state.kv_pool, state.sampler.last_tokens, buffer)
+
+
+def trace_choose(
+    options: StepOptions, num_rows: int, head: Any, state: StepState
+) -> jax.stages.Traced:
+    """Returns the choice of a token for each of so many rows, ready to be lowered."""
+    whole = replicated(options.mesh)
+    model, words = options.model, num_words(sampling_fields(num_rows))
+    bias_shape = num_rows, MAX_LOGIT_BIAS
+    choose = jax.jit(
+        make_choose(options, num_rows),
+        donate_argnums=1,
+        out_shardings=(jax.tree.map(lambda array: array.sharding, state.sampler), whole),
+    )
+    return choose.trace(
+        head,
+        state.sampler,
+        _array((model.hidden_size, num_rows), options.dtype, whole),
+        _array((words,), jnp.int32, whole),
+        (_array(bias_shape, jnp.int32, whole), _array(bias_shape, jnp.float32, whole)),
+        _array((num_rows, -(-model.vocab_size // 32)), jnp.uint32, whole),
+    )
+
+
+def trace_score(options: StepOptions, head: Any) -> jax.stages.Traced:
+    """Returns the rating of a prompt's tokens, ready to be lowered."""
+    whole = replicated(options.mesh)
+    score = jax.jit(make_score(options), out_shardings=whole)
+    tokens = _array((options.model.hidden_size, options.max_tokens), options.dtype, whole)
+    start, target_ids = _array((), jnp.int32, whole), _array((SCORED_TOKENS,), jnp.int32, whole)
+    return score.trace(head, tokens, start, target_ids)
+
+
+def _trace_remember(options: StepOptions, state: StepState) -> jax.stages.Traced:
+    whole, counts = replicated(options.mesh), state.sampler.counts
+    program = jax.jit(remember, donate_argnums=0, out_shardings=counts.sharding)
+    row = _array(counts.shape[1:], counts.dtype, whole)
+    return program.trace(counts, _array((), jnp.int32, whole), row)
+
+
+def _array(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def compile_page_copies(

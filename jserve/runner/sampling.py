@@ -1,13 +1,16 @@
 """Picks the next token of each row from its logits. Knows rows of numbers, not requests.
 
-Order of operations, as in Hugging Face and vLLM: temperature, top-k, top-p, min-p, draw. Nothing
-here sorts the vocabulary; what a batch does not ask for is skipped at run time by `lax.cond`, so
-that there is one program. S rows, V vocabulary.
+Order of operations, as in Hugging Face and vLLM: bias, repetition penalty, presence and frequency
+penalties, mask of allowed tokens, temperature, top-k, top-p, min-p, draw. Nothing here sorts the
+vocabulary; what a batch does not ask for is skipped at run time by `lax.cond`, so that there is one
+program. S rows, V vocabulary, W = ceil(V / 32) words of a mask, B entries of a bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import jax
@@ -15,67 +18,161 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jserve.sampling_params import MAX_LOGPROBS
+from scheduler.packer import BAD_TOKEN, Wants
 
 MIN_TEMPERATURE = 1e-5  # smaller ones are as good as greedy, and would overflow
+# An entry of the token counts: how often the output has the token, and whether the prompt has it.
+MAX_COUNT, IN_PROMPT = 2**14 - 1, 2**14
 _DRAW_BLOCK = 256
 _VALUE_STEPS, _LEAST_GUESS = 16, -128.0  # exp of less is 0 in float32
+_EDITS = (Wants.PENALTIES, Wants.BIAS, Wants.MASK)
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of a row's distribution: of one token, and of the best ones."""
+
+    logprobs: Float[Array, " S"]
+    ranks: Int[Array, " S"]  # of the token; 1 is the best one
+    top_ids: Int[Array, "S A"]  # A = MAX_LOGPROBS at most, best first
+    top_logprobs: Float[Array, "S A"]
 
 
 class Sampled(NamedTuple):
     """One step's choices. The log-probabilities are zeros unless a row asked for them."""
 
-    token_ids: Int[Array, " S"]
-    logprobs: Float[Array, " S"]
-    top_ids: Int[Array, "S A"]  # A = MAX_LOGPROBS, best first
-    top_logprobs: Float[Array, "S A"]
+    token_ids: Int[Array, " S"]  # BAD_TOKEN for rows that have no finite best logit
+    of_tokens: Logprobs
 
 
-def sample(logits: Float[Array, "S V"], batch: Mapping[str, Array]) -> Sampled:
-    """Returns a token per row, by the fields that scheduler/packer.py names.
+class Edits(NamedTuple):
+    """What is done to the logits before a token is chosen, beside the numbers of the batch."""
 
-    A row's token depends on its own logits, settings, seed and position only.
+    counts: Int[Array, "slots+1 V"]  # int16, by slot
+    bias_ids: Int[Array, "S B"]
+    bias: Float[Array, "S B"]
+    allowed: UInt[Array, "S W"]  # bit v % 32 of word v // 32: token v may come
+
+
+def sample(
+    logits: Float[Array, "S V"],
+    batch: Mapping[str, Array],
+    edits: Edits,
+    *,
+    processed_logprobs: bool = False,
+) -> Sampled:
+    """Returns a token per row, by the fields of packer.sampling_fields.
+
+    A row's token depends on its own logits, settings, history, seed and position only.
+
+    Args:
+      processed_logprobs: log-probabilities are of what the token was chosen from, not of `logits`.
     """
-    wants_random, wants_truncation, wants_logprobs = batch["wants"]
-    greedy = argmax(logits)
-    random = batch["temperature"] > 0
-    token_ids = jax.lax.cond(
-        wants_random != 0,
-        lambda: jnp.where(random, _draw(logits, batch, wants_truncation), greedy),
-        lambda: greedy,
-    )
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-    nothing = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype),
-        jax.eval_shape(lambda: _logprobs(logits, token_ids, num_top)),
-    )
-    logprobs = jax.lax.cond(
-        wants_logprobs != 0, lambda: _logprobs(logits, token_ids, num_top), lambda: nothing
-    )
-    return Sampled(token_ids, *logprobs)
+    wants = batch["wants"][0]
+    nothing = _no_logprobs(logits)
+
+    def plain() -> Sampled:
+        return Sampled(_checked(*argmax(logits)), nothing)
+
+    def full() -> Sampled:
+        x = _if(wants, _EDITS, lambda: edit(logits, batch, edits), logits)
+        greedy, best = argmax(x)
+        random = batch["temperature"] > 0
+
+        def drawn() -> tuple[Array, Array]:
+            cut = _cut(x, batch, wants)
+            token_ids = draw(cut, batch["seed"], batch["sample_positions"])
+            # Without a use of `cut`, no copy of it leaves this branch.
+            final = jnp.where(random[:, None], cut, x) if processed_logprobs else logits[:, :0]
+            return jnp.where(random, token_ids, greedy), final
+
+        undrawn = greedy, x if processed_logprobs else logits[:, :0]
+        token_ids, final = _if(wants, (Wants.RANDOM,), drawn, undrawn)
+        source = final if processed_logprobs else logits
+        of_tokens = _if(wants, (Wants.LOGPROBS,), lambda: logprobs_of(source, token_ids), nothing)
+        return Sampled(_checked(token_ids, best), of_tokens)
+
+    return jax.lax.cond(wants == 0, plain, full)
 
 
-def argmax(x: Float[Array, "S V"]) -> Int[Array, " S"]:
-    """Returns the first index of each row's maximum; 0 for a row of NaN.
+def _if(wants: Int[Array, ""], any_of: tuple[Wants, ...], then, otherwise):
+    """Returns then() in a batch in which any row wants any of those, and else `otherwise`."""
+    mask = reduce(or_, any_of)
+    return jax.lax.cond((wants & mask) != 0, then, lambda: otherwise)
+
+
+def _checked(token_ids: Int[Array, " S"], best: Float[Array, " S"]) -> Int[Array, " S"]:
+    """A row whose largest logit is not finite has a NaN, an infinity, or nothing that may come."""
+    return jnp.where(jnp.isfinite(best), token_ids, BAD_TOKEN)
+
+
+def edit(
+    logits: Float[Array, "S V"], batch: Mapping[str, Array], edits: Edits
+) -> Float[Array, "S V"]:
+    """Returns the logits with bias, penalties and mask, in that order."""
+    wants = batch["wants"][0]
+    x = _if(wants, (Wants.BIAS,), lambda: add_bias(logits, edits.bias_ids, edits.bias), logits)
+    x = _if(wants, (Wants.PENALTIES,), lambda: penalize(x, edits.counts[batch["slots"]], batch), x)
+    return _if(
+        wants,
+        (Wants.MASK,),
+        lambda: jnp.where(unpack_mask(edits.allowed, x.shape[1]), x, -jnp.inf),
+        x,
+    )
+
+
+def add_bias(
+    x: Float[Array, "S V"], ids: Int[Array, "S B"], values: Float[Array, "S B"]
+) -> Float[Array, "S V"]:
+    return x.at[jnp.arange(x.shape[0])[:, None], ids].add(values)
+
+
+def penalize(
+    x: Float[Array, "S V"], counts: Int[Array, "S V"], batch: Mapping[str, Array]
+) -> Float[Array, "S V"]:
+    """Applies the repetition penalty to tokens of prompt and output, then OpenAI's to those of the
+    output."""
+    repetition, presence, frequency = (
+        batch[f"{name}_penalty"][:, None] for name in ("repetition", "presence", "frequency")
+    )
+    x = jnp.where(counts != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
+    num = (counts & MAX_COUNT).astype(x.dtype)
+    return x - frequency * num - presence * (num > 0)
+
+
+def count_tokens(
+    counts: Int[Array, "slots+1 V"], slots: Int[Array, " S"], token_ids: Int[Array, " S"]
+) -> Int[Array, "slots+1 V"]:
+    """Returns the counts, to be donated, with one more of each row's token."""
+    old = counts[slots, token_ids]
+    is_full = (old & MAX_COUNT) == MAX_COUNT
+    return counts.at[slots, token_ids].set(jnp.where(is_full, old, old + 1))
+
+
+def unpack_mask(words: UInt[Array, "S W"], V: int) -> Bool[Array, "S V"]:
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=words.dtype)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :V] != 0
+
+
+def argmax(x: Float[Array, "S V"]) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Returns the first index of each row's maximum, 0 in a row with a NaN, and the maximum.
 
     Two plain reductions, which XLA vectorises on a CPU, in place of its scalar loop over pairs.
     """
     V = x.shape[1]
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    first = jnp.where(x == x.max(axis=1, keepdims=True), index, V).min(axis=1)
-    return jnp.where(first < V, first, 0)
+    largest = x.max(axis=1, keepdims=True)
+    first = jnp.where(x == largest, index, V).min(axis=1)
+    return jnp.where(first < V, first, 0), largest[:, 0]
 
 
-def _draw(
-    logits: Float[Array, "S V"], batch: Mapping[str, Array], wants_truncation: Array
-) -> Int[Array, " S"]:
-    x = logits - logits.max(axis=1, keepdims=True)
+def _cut(
+    x: Float[Array, "S V"], batch: Mapping[str, Array], wants: Int[Array, ""]
+) -> Float[Array, "S V"]:
+    """What is drawn from: at most 0, 0 in each row, and -inf where excluded."""
+    x = x - x.max(axis=1, keepdims=True)
     x = x / jnp.maximum(batch["temperature"], MIN_TEMPERATURE)[:, None]
-    x = jax.lax.cond(
-        wants_truncation != 0,
-        lambda: truncate(x, batch["top_k"], batch["top_p"], batch["min_p"]),
-        lambda: x,
-    )
-    return draw(x, batch["seeds"], batch["sample_positions"])
+    cuts = (batch[name] for name in ("top_k", "top_p", "min_p"))
+    return _if(wants, (Wants.TRUNCATION,), lambda: truncate(x, *cuts), x)
 
 
 def draw(
@@ -188,8 +285,15 @@ def _threshold(keys: Int[Array, "S V"], enough, wanted: Bool[Array, " S"]) -> In
     return jax.lax.while_loop(is_open, halve, (0, low, high, *nums))[1]
 
 
-def _logprobs(logits, token_ids, num_top: int):
-    total = jax.nn.logsumexp(logits, axis=1)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0] - total
-    top, top_ids = jax.lax.top_k(logits, num_top)
-    return chosen, top_ids, top - total[:, None]
+def logprobs_of(logits: Float[Array, "S V"], token_ids: Int[Array, " S"]) -> Logprobs:
+    """Returns the log-probabilities of a token in each row, and of the row's best ones."""
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    ranks = (logits > chosen).sum(axis=1, dtype=jnp.int32) + 1
+    top, top_ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Logprobs((chosen - total)[:, 0], ranks, top_ids, top - total)
+
+
+def _no_logprobs(logits: Float[Array, "S V"]) -> Logprobs:
+    shapes = jax.eval_shape(logprobs_of, logits, jnp.zeros(logits.shape[0], jnp.int32))
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

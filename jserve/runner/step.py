@@ -1,4 +1,6 @@
-"""The pure step: one packed batch in, one token per row out, KV pages written on the way.
+"""The pure step, in two programs: forward (one packed batch in, hidden states out, KV pages
+written on the way) and choose (hidden states of the rows in, a token for each out). Between the two
+the host may still say which tokens are allowed. A third, score, rates tokens of prompts.
 
 Knows arrays and their layout; no requests, no clock, no compilation.
 """
@@ -20,19 +22,49 @@ from jserve.models.decoder import LayerLoop, decoder_apply, logits
 from jserve.models.head_layout import HeadLayout
 from jserve.runner.kv_cache import layout_of
 from jserve.runner.mesh import MODEL_AXIS, pool_sharding
-from jserve.runner.sampling import Sampled, sample
+from jserve.runner.sampling import (
+    Edits,
+    Logprobs,
+    Sampled,
+    count_tokens,
+    logprobs_of,
+    sample,
+)
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_paged_attention import api
 from pallas_kernels.ragged_paged_attention.config import AttentionShape
 from scheduler.bucket import Bucket
-from scheduler.packer import FROM_DEVICE, batch_fields
+from scheduler.packer import FROM_DEVICE, Fields, batch_fields, sampling_fields
+
+SCORED_TOKENS = 64  # of a call of score: what its logits take is what 64 rows of a step take
+
+
+class SamplerState(NamedTuple):
+    """What the sampler keeps of each slot; the last entry is the null slot's."""
+
+    last_tokens: Int[Array, " slots+1"]
+    counts: Int[Array, "slots+1 V"]  # int16, see sampling.py
 
 
 class StepState(NamedTuple):
-    """What stays on the device between steps; donated to each."""
+    """What stays on the device between steps; donated to the program that writes it."""
 
     kv_pool: Float[Array, "L P p R W"]
-    last_tokens: Int[Array, " slots+1"]  # the last entry is the null slot's
+    sampler: SamplerState
+
+
+class Hidden(NamedTuple):
+    """A step's states after the final norm."""
+
+    rows: Float[Array, "D S"]  # of each row's last token
+    tokens: Float[Array, "D max_tokens"] | None  # of all tokens, for `score`; None when decoding
+
+
+def make_sampler_state(num_slots: int, vocab_size: int, sharding: Any = None) -> SamplerState:
+    return SamplerState(
+        jnp.zeros(num_slots + 1, jnp.int32, device=sharding),
+        jnp.zeros((num_slots + 1, vocab_size), jnp.int16, device=sharding),
+    )
 
 
 @dataclass(frozen=True)
@@ -52,6 +84,9 @@ class StepOptions:
     backend: Backend
     loop: LayerLoop
     max_pages_per_seq: int  # J
+    max_tokens: int  # of the largest bucket
+    dtype: jnp.dtype  # of activations
+    processed_logprobs: bool = False
 
 
 def why_unsupported(
@@ -79,36 +114,75 @@ def why_unsupported(
     return api.why_unsupported(options.backend, shape, options.mesh.devices.flat[0].device_kind)
 
 
-def unpack(buffer: Int[Array, " words"], bucket: Bucket, J: int) -> dict[str, Array]:
-    """Returns the arrays of a packed batch, by the table that packed them."""
+def unpack(buffer: Int[Array, " words"], fields: Fields) -> dict[str, Array]:
+    """Returns the arrays of a packed buffer, by the table that packed them."""
     arrays = {}
-    for name, (offset, shape, dtype) in batch_fields(bucket, J).items():
+    for name, (offset, shape, dtype) in fields.items():
         words = buffer[offset : offset + math.prod(shape)].reshape(shape)
         is_int = dtype is buffer.dtype.type
         arrays[name] = words if is_int else jax.lax.bitcast_convert_type(words, dtype)
     return arrays
 
 
-def make_step(
-    options: StepOptions, bucket: Bucket
-) -> Callable[[Any, StepState, Array], tuple[StepState, Sampled]]:
-    """Returns step(params, state, buffer i32[words]) -> (state, sampled) for one bucket."""
+def make_forward(options: StepOptions, bucket: Bucket) -> Callable[..., tuple[Array, Hidden]]:
+    """Returns forward(params, kv_pool, last_tokens, buffer i32[words]) -> (kv_pool, hidden)."""
 
-    def step(params, state: StepState, buffer) -> tuple[StepState, Sampled]:
-        batch = unpack(buffer, bucket, options.max_pages_per_seq)
-        tokens = StepTokens(_token_ids(batch, state.last_tokens), batch["positions"])
+    def forward(params, kv_pool, last_tokens, buffer) -> tuple[Array, Hidden]:
+        batch = unpack(buffer, batch_fields(bucket, options.max_pages_per_seq))
+        tokens = StepTokens(_token_ids(batch, last_tokens), batch["positions"])
         attend = _make_attend(options, bucket, batch)
         hidden, kv_pool = decoder_apply(
-            params, options.model, tokens, state.kv_pool, attend, options.loop
+            params, options.model, tokens, kv_pool, attend, options.loop
         )
-        if not bucket.decode_only:  # else token t is row t
-            last = jnp.maximum(batch["cu_q_lens"][1:] - 1, 0)
-            hidden = jnp.take(hidden, last, axis=1, mode="clip")
-        sampled = sample(logits(params, options.model, hidden), batch)
-        last_tokens = state.last_tokens.at[batch["slots"]].set(sampled.token_ids)
-        return StepState(kv_pool, last_tokens), sampled
+        if bucket.decode_only:  # token t is row t
+            return kv_pool, Hidden(hidden, None)
+        last = jnp.maximum(batch["cu_q_lens"][1:] - 1, 0)
+        rows = jnp.take(hidden, last, axis=1, mode="clip")
+        padding = options.max_tokens - bucket.num_tokens  # so that one program can score them
+        return kv_pool, Hidden(rows, jnp.pad(hidden, ((0, 0), (0, padding))))
 
-    return step
+    return forward
+
+
+def make_choose(options: StepOptions, num_rows: int) -> Callable[..., tuple[SamplerState, Sampled]]:
+    """Returns choose(head, state, rows [D, S], buffer i32[words], bias, allowed u32[S, W]) ->
+    (state, sampled)."""
+
+    def choose(head, state: SamplerState, rows, buffer, bias, allowed):
+        batch = unpack(buffer, sampling_fields(num_rows))
+        sampled = sample(
+            logits(head, options.model, rows),
+            batch,
+            Edits(state.counts, bias[0], bias[1], allowed),
+            processed_logprobs=options.processed_logprobs,
+        )
+        token_ids = jnp.maximum(sampled.token_ids, 0)  # of what has failed, any will do
+        slots = batch["slots"]
+        state = SamplerState(
+            state.last_tokens.at[slots].set(token_ids),
+            count_tokens(state.counts, slots, token_ids),
+        )
+        return state, sampled
+
+    return choose
+
+
+def make_score(options: StepOptions) -> Callable[..., Logprobs]:
+    """Returns score(head, tokens [D, max_tokens], start, target_ids i32[SCORED_TOKENS]) ->
+    log-probabilities of target_ids[i] after token start + i."""
+
+    def score(head, tokens, start, target_ids) -> Logprobs:
+        # Indices and not a slice, whose start would be moved where it reaches beyond the end.
+        index = start + jnp.arange(SCORED_TOKENS)
+        hidden = jnp.take(tokens, index, axis=1, mode="clip")
+        return logprobs_of(logits(head, options.model, hidden), target_ids)
+
+    return score
+
+
+def remember(counts: Array, slot: Array, row: Int[Array, " V"]) -> Array:
+    """Returns the counts, to be donated, with those of one slot replaced."""
+    return counts.at[slot].set(row)
 
 
 def _token_ids(batch: Mapping[str, Array], last_tokens: Int[Array, " slots+1"]) -> Array:

@@ -41,8 +41,9 @@ class Detokenizer:
     """Text of one request's output, in increments.
 
     Characters are given out only when whole, and text that may yet become a stop string is held
-    back. Joined, the increments are what the output adds to the prompt: decode(prompt + output)
-    less decode(prompt). Each token costs constant time per stop string.
+    back; what comes before token number `min_tokens` is part of none. Joined, the increments are
+    what the output adds to the prompt: decode(prompt + output) less decode(prompt). Each token
+    costs constant time per stop string.
 
     Attributes:
       stop_hit: the stop string that ended the text, or None.
@@ -58,13 +59,14 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         include_stop_str: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self.stop_hit: str | None = None
         self.num_tokens_at_stop: int | None = None
         self._tokenizer = tokenizer
         self._include_stop_str = include_stop_str
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._num_tokens = 0
+        self._num_tokens, self._min_tokens = 0, min_tokens
         self._held = ""  # whole characters that may belong to a stop string
         # Special tokens that are not shown but named in a stop string: a symbol that no text holds
         self._symbols: dict[int, str] = {}
@@ -139,6 +141,8 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         """Matches `text` and returns what no longer can become part of a stop string."""
+        if self._num_tokens < self._min_tokens:
+            return self._shown(text)
         if not self._held and self._stop_heads.isdisjoint(text):
             return text
         start = len(self._held)
@@ -155,6 +159,9 @@ class Detokenizer:
     def _take(self, end: int) -> str:
         """Cuts `_held` at `end` and returns what can be shown of the part before it."""
         text, self._held = self._held[:end], self._held[end:]
+        return self._shown(text)
+
+    def _shown(self, text: str) -> str:
         for symbol in self._symbols.values():
             text = text.replace(symbol, "")
         return text

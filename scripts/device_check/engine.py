@@ -23,7 +23,7 @@ from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import BEST_LOOP
+from jserve.models.decoder import BEST_LOOP, head_of
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import head_layout
 from jserve.models.layers import WEIGHT_STDDEV
@@ -33,7 +33,7 @@ from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner, StepHandle
-from jserve.runner.step import StepOptions, StepState, why_unsupported
+from jserve.runner.step import StepOptions, StepState, make_sampler_state, why_unsupported
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
 from jserve.text.tokenizer import BYTE_ALPHABET, Tokenizer
@@ -67,18 +67,27 @@ class Checked:
         limits = scheduler_config(sizes)
         state = StepState(
             make_pool(self.model, pool, dtype, limits.num_pages, limits.page_size, mesh),
-            jnp.zeros(limits.max_num_seqs + 1, jnp.int32, device=replicated(mesh)),
+            make_sampler_state(limits.max_num_seqs, self.model.vocab_size, replicated(mesh)),
         )
         self.kv_token_bytes = state.kv_pool.nbytes // (limits.num_pages * limits.page_size)
         buckets = [Bucket(n, n, True) for n in sizes.engine_rows]
         buckets.append(Bucket(limits.max_num_batched_tokens, limits.max_num_seqs, False))
-        options = StepOptions(self.model, mesh, backend, loop, limits.max_pages_per_seq)
+        options = StepOptions(
+            self.model,
+            mesh,
+            backend,
+            loop,
+            limits.max_pages_per_seq,
+            max_tokens=limits.max_num_batched_tokens,
+            dtype=dtype,
+        )
         for bucket in buckets:
             reason = why_unsupported(options, layout, bucket, limits.page_size, dtype)
             if reason is not None:
                 raise NotImplementedError(reason)
-        steps = compile_steps(options, buckets, self.params, state)
-        self._runner = Runner(self.params, state, steps)
+        programs = compile_steps(options, buckets, self.params, state)
+        head = head_of(self.params, self.model)
+        self._runner = Runner(self.params, head, state, programs)
         scheduler = Scheduler(limits)
         self.engine = Engine(
             processor=input_processor(self.model, limits, scheduler),
@@ -95,6 +104,9 @@ class Checked:
     def dispatch(self, batch: PackedBatch) -> StepHandle:
         self.last_batch = batch
         return self._runner.dispatch(batch)
+
+    def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
+        self._runner.choose(handle, allowed)
 
     def count_compilation(self) -> None:
         self.compilations += 1

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import decoder_apply, logits
+from jserve.models.decoder import decoder_apply, head_of, logits
 from jserve.models.head_layout import head_layout
 from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh
-from jserve.runner.step import StepOptions, StepState, StepTokens, _make_attend, _token_ids, unpack
+from jserve.runner.step import StepOptions, StepTokens, _make_attend, _token_ids, unpack
 from pallas_kernels.dispatch import Backend
 from scheduler.bucket import Bucket
 from scheduler.config import SchedulerConfig
-from scheduler.packer import Packer
+from scheduler.packer import Packer, batch_fields, sampling_fields, views
 from scheduler.request import Request, SamplingView
 from scheduler.scheduler import Scheduler
 
@@ -60,7 +60,15 @@ class PagedModel:
         self._params = params
         pages_per_seq = -(-MAX_MODEL_LEN // page_size)
         self.num_pages = MAX_ROWS * pages_per_seq + 1
-        self._options = StepOptions(config, make_mesh(1), backend, loop, pages_per_seq)
+        self._options = StepOptions(
+            config,
+            make_mesh(1),
+            backend,
+            loop,
+            pages_per_seq,
+            max_tokens=MAX_TOKENS,
+            dtype=jnp.dtype(jnp.float32),
+        )
         pool = make_pool(
             config,
             layout_of(backend, config, head_layout(config), jnp.float32),
@@ -69,26 +77,27 @@ class PagedModel:
             page_size,
             self._options.mesh,
         )
-        self._state = StepState(pool, jnp.zeros(MAX_ROWS + 1, jnp.int32))
+        self._state = (pool, jnp.zeros(MAX_ROWS + 1, jnp.int32))
         self._steps = {bucket: jax.jit(self._make_step(bucket)) for bucket in BUCKETS}
 
     def _make_step(self, bucket: Bucket) -> Callable:
-        """step(params, state, buffer) -> (state, logits f32[T, V])."""
+        """step(params, (kv_pool, last_tokens), buffer, kept_in) -> (state, logits f32[T, V])."""
         options = self._options
 
-        def step(params, state, buffer):
-            batch = unpack(buffer, bucket, options.max_pages_per_seq)
-            tokens = StepTokens(_token_ids(batch, state.last_tokens), batch["positions"])
+        def step(params, state, buffer, kept_in):
+            kv_pool, last_tokens = state
+            batch = unpack(buffer, batch_fields(bucket, options.max_pages_per_seq))
+            tokens = StepTokens(_token_ids(batch, last_tokens), batch["positions"])
             attend = _make_attend(options, bucket, batch)
             hidden, pool = decoder_apply(
-                params, options.model, tokens, state.kv_pool, attend, options.loop
+                params, options.model, tokens, kv_pool, attend, options.loop
             )
-            out = logits(params, options.model, hidden)
+            out = logits(head_of(params, options.model), options.model, hidden)
             last = jnp.maximum(batch["cu_q_lens"][1:] - 1, 0)
-            last_tokens = state.last_tokens.at[batch["slots"]].set(
+            last_tokens = last_tokens.at[kept_in].set(
                 jnp.argmax(out, axis=1).astype(jnp.int32)[last]
             )
-            return StepState(pool, last_tokens), out
+            return (pool, last_tokens), out
 
         return step
 
@@ -125,7 +134,11 @@ class PagedModel:
             if plan.requests:
                 batch = packer.pack(plan)
                 step = self._steps[batch.bucket]
-                self._state, out = step(self._params, self._state, batch.buffer)
+                kept_in = np.full(batch.bucket.num_rows, MAX_ROWS, np.int32)
+                if batch.sampling is not None:
+                    fields = sampling_fields(batch.bucket.num_rows)
+                    kept_in = views(batch.sampling, fields)["slots"]
+                self._state, out = step(self._params, self._state, batch.buffer, kept_in)
                 in_flight.append((plan, out))
             if in_flight and (len(in_flight) > 1 or not plan.requests):
                 self._collect(scheduler, *in_flight.pop(0), found)

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from jserve.build import build_engine
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine, StepHandle
@@ -82,6 +84,9 @@ class _Turn:
         assert self._holders[self._built] is self, "a newer engine has overwritten the pages"
         return self._built._runner.dispatch(batch)
 
+    def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
+        self._built._runner.choose(handle, allowed)
+
 
 def arranged(
     kind: str = "random",
@@ -112,6 +117,7 @@ def arranged(
             model_limits,
             scheduler.why_too_large,
             clock,
+            new_matcher=built.processor._new_matcher,
         ),
         scheduler=scheduler,
         packer=Packer(config, make_buckets(base.max_num_seqs, base.max_num_batched_tokens)),

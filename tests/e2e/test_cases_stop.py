@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from jserve.batch import BatchOptions, run_batch
 from jserve.errors import InvalidRequest
 from jserve.llm import LLM
 from jserve.messages import GenerateRequest
-from jserve.sampling_params import SamplingParams
-from jserve.server.proto import generate_pb2 as pb
 from tests.e2e.chain_model import VOCAB
 from tests.e2e.real_engine import (
     END_OF_TURN,
@@ -68,21 +63,17 @@ def test_O12_ignore_eos_ignores_every_eos_id_of_the_generation_config(engine):
     assert (ignored.finish_reason, ignored.text) == ("length", "onetwo")
 
 
-async def test_O13_O16_min_tokens_is_refused_by_name_and_never_ignored(tmp_path):
-    engine = arranged("chain")
-    with pytest.raises(TypeError, match="min_tokens"):
-        SamplingParams(min_tokens=8)
-    line = {"custom_id": "a", "prompt": "A", "min_tokens": 8}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    run_batch(engine, tmp_path / "in.jsonl", tmp_path / "out.jsonl", BatchOptions())
-    record = json.loads((tmp_path / "out.jsonl").read_text())
-    assert "min_tokens" in record["error"]["message"]
-    unknown = pb.SamplingParams()
-    unknown.MergeFromString(bytes([13 << 3, 8]))  # field 13, reserved for what is to come, = 8
-    async with serving_real(engine) as s:
-        with pytest.raises(Exception, match="SamplingParams has field number 13") as caught:
-            await s.stub.Generate(pb.GenerateRequest(prompt="A", sampling=unknown))
-        assert caught.value.code().name == "INVALID_ARGUMENT"
+@BOTH
+def test_O13_O16_min_tokens_holds_back_every_eos_id_stop_id_and_stop_string(overlap):
+    engine = arranged("chain", overlap=overlap)
+    eos = set(model("chain").ids(*EOS))
+    held = completion(engine, "A", greedy(30, min_tokens=8))
+    assert len(held.token_ids) >= 8
+    assert not eos & set(held.token_ids[:7])
+    stops = greedy(9, min_tokens=5, stop=("d",), stop_token_ids=[ord("e")])
+    text = completion(engine, "b", stops).text  # "cdefg..." without the stops
+    assert text.startswith("cd"), "a stop string before the minimum is text"
+    assert "e" not in text[:4], "a stop id may not come before the minimum"
 
 
 @BOTH

@@ -330,6 +330,7 @@ async def test_the_prefix_cache_is_reset_between_steps_and_only_when_nobody_uses
         stream = await front.submit(asking("a", prompt, 6))
         await at_gate(gate)
         in_use = asyncio.create_task(front.reset_prefix_cache())
+        await asyncio.sleep(0)  # the task runs up to its own wait: its question is asked
         gate.open()
         assert await in_use is False
         await read(stream)

@@ -55,8 +55,7 @@ class Clock:
 class StepOutput(NamedTuple):
     token_ids: np.ndarray
     logprobs: None = None
-    top_ids: None = None
-    top_logprobs: None = None
+    prompt_logprobs: tuple[()] = ()
 
 
 class Handle:
@@ -84,6 +83,9 @@ class FakeDevice(FakeRunner):
             raise RuntimeError("the device is lost")
         self.events.append(("dispatch", number))
         return Handle(self, number, self.run(batch))
+
+    def choose(self, handle: Handle, allowed: np.ndarray | None = None) -> None:
+        """The fake model chooses as it computes, and has no logits to mask."""
 
 
 @dataclass

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.runner.sampling import argmax, draw, sample, truncate
+from jserve.runner.sampling import Edits, Sampled, argmax, draw, sample, truncate
 from jserve.sampling_params import MAX_LOGPROBS
+from scheduler.packer import BAD_TOKEN, MAX_LOGIT_BIAS, Wants
 
 NUM_DRAWS = 4096
 MANY_IDS = 600  # more than one block of the two-level draw, and no multiple of it
 
-sample_jit = jax.jit(sample)
+_sample_jit = jax.jit(sample)
 truncate_jit = jax.jit(truncate)
 draw_jit = jax.jit(draw)
 argmax_jit = jax.jit(argmax)
@@ -29,7 +30,10 @@ def batch(num_rows: int, *, logprobs: bool = False, **settings) -> dict[str, np.
         "top_k": (np.int32, 0),
         "top_p": (np.float32, 1.0),
         "min_p": (np.float32, 0.0),
-        "seeds": (np.uint32, np.arange(num_rows)),
+        "presence_penalty": (np.float32, 0.0),
+        "frequency_penalty": (np.float32, 0.0),
+        "repetition_penalty": (np.float32, 1.0),
+        "seed": (np.uint32, np.arange(num_rows)),
         "sample_positions": (np.int32, 7),
     }
     arrays = {
@@ -39,8 +43,24 @@ def batch(num_rows: int, *, logprobs: bool = False, **settings) -> dict[str, np.
     assert not settings, settings
     random = arrays["temperature"] > 0
     cuts = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
-    wants = [random.any(), (random & cuts).any(), logprobs]
-    return arrays | {"wants": np.array(wants, np.int32)}
+    wants = Wants.RANDOM * bool(random.any()) | Wants.TRUNCATION * bool((random & cuts).any())
+    wants |= Wants.LOGPROBS * logprobs
+    slots = np.arange(num_rows, dtype=np.int32)
+    return arrays | {"slots": slots, "wants": np.array([wants], np.int32)}
+
+
+def no_edits(num_rows: int, V: int) -> Edits:
+    shape = num_rows, MAX_LOGIT_BIAS
+    return Edits(
+        np.zeros((num_rows + 1, V), np.int16),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.float32),
+        np.zeros((num_rows, -(-V // 32)), np.uint32),
+    )
+
+
+def sample_jit(logits: np.ndarray, settings: dict[str, np.ndarray]) -> Sampled:
+    return _sample_jit(logits, settings, no_edits(*logits.shape))
 
 
 def token_ids(logits: np.ndarray, **settings) -> np.ndarray:
@@ -127,7 +147,7 @@ def test_a_tiny_temperature_is_greedy_and_no_nan(temperature):  # O29
     assert np.float32(temperature) > 0
     drawn = sample_jit(logits, batch(8, temperature=temperature, logprobs=True))
     np.testing.assert_array_equal(drawn.token_ids, logits.argmax(axis=1))
-    assert all(np.isfinite(array).all() for array in drawn)
+    assert all(np.isfinite(array).all() for array in jax.tree.leaves(drawn))
     for settings in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         ids = token_ids(logits, temperature=temperature, **settings)
         np.testing.assert_array_equal(ids, logits.argmax(axis=1))
@@ -178,14 +198,14 @@ def test_drawn_frequencies_are_the_distribution_by_chi_squared(settings):
 def test_equal_seed_and_position_give_the_same_token_in_any_batch():  # O24
     rng = np.random.default_rng(9)
     row = rng.normal(0, 1, 500).astype(np.float32)
-    mine = {"temperature": 0.8, "top_p": 0.95, "seeds": 42, "sample_positions": 17}
+    mine = {"temperature": 0.8, "top_p": 0.95, "seed": 42, "sample_positions": 17}
     alone = token_ids(row[None], **mine)[0]
     for num_rows in (2, 5, 32):
         for place in {0, num_rows // 2, num_rows - 1}:
             others = {
                 "temperature": rng.choice([0.0, 0.5, 1.7], num_rows),
                 "top_p": rng.choice([0.3, 1.0], num_rows),
-                "seeds": rng.integers(0, 2**32, num_rows, dtype=np.uint32),
+                "seed": rng.integers(0, 2**32, num_rows, dtype=np.uint32),
                 "sample_positions": rng.integers(0, 2000, num_rows),
             }
             for name, value in mine.items():
@@ -201,15 +221,15 @@ def test_truncation_that_only_neighbours_ask_for_changes_nothing():  # O24
     row = np.random.default_rng(2).normal(0, 1, 700).astype(np.float32)
     logits = np.tile(row, (2, 1))
     for seed in range(50):
-        mine = {"temperature": 1.0, "seeds": seed}
+        mine = {"temperature": 1.0, "seed": seed}
         alone = token_ids(logits, **mine)[0]
         assert token_ids(logits, top_k=[0, 2], min_p=[0, 0.5], **mine)[0] == alone
 
 
 def test_other_positions_and_other_seeds_draw_other_tokens():
     logits = np.zeros((100, 1000), np.float32)
-    by_position = token_ids(logits, temperature=1.0, seeds=1, sample_positions=np.arange(100))
-    by_seed = token_ids(logits, temperature=1.0, seeds=np.arange(100), sample_positions=1)
+    by_position = token_ids(logits, temperature=1.0, seed=1, sample_positions=np.arange(100))
+    by_seed = token_ids(logits, temperature=1.0, seed=np.arange(100), sample_positions=1)
     assert len(set(by_position)) > 80
     assert len(set(by_seed)) > 80
     assert (by_position != by_seed).any()
@@ -227,20 +247,22 @@ def test_greedy_ties_pick_the_first_index():
     logits = np.zeros((3, 700), np.float32)
     logits[1, [300, 301, 699]] = 2.5
     logits[2, 1:] = -np.inf
-    np.testing.assert_array_equal(argmax_jit(logits), [0, 300, 0])
+    np.testing.assert_array_equal(argmax_jit(logits)[0], [0, 300, 0])
     np.testing.assert_array_equal(token_ids(logits), [0, 300, 0])
 
 
 @pytest.mark.parametrize("bad", [-np.inf, np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_no_numbers_gives_an_id_in_range(bad, temperature):
+def test_a_row_whose_best_logit_is_no_number_gives_no_token_and_hurts_no_other(bad, temperature):
     logits = np.random.default_rng(6).normal(0, 1, (4, 300)).astype(np.float32)
     logits[1] = bad
     logits[2, 5] = bad
     for settings in ({}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}):
         ids = token_ids(logits, temperature=temperature, **settings)
-        assert ((ids >= 0) & (ids < 300)).all()
-        others = token_ids(logits[[0, 3]], temperature=temperature, seeds=[0, 3], **settings)
+        assert ids[1] == BAD_TOKEN
+        assert (ids[2] == BAD_TOKEN) == (bad != -np.inf), "one token may be impossible"
+        assert ((ids[[0, 3]] >= 0) & (ids[[0, 3]] < 300)).all()
+        others = token_ids(logits[[0, 3]], temperature=temperature, seed=[0, 3], **settings)
         np.testing.assert_array_equal(ids[[0, 3]], others)
 
 
@@ -250,25 +272,25 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits():
     out = sample_jit(logits, batch(6, temperature=temperature, top_k=3, logprobs=True))
     expected = np.log(softmax(logits))
     np.testing.assert_allclose(
-        out.logprobs, expected[np.arange(6), np.asarray(out.token_ids)], atol=2e-5
+        out.of_tokens.logprobs, expected[np.arange(6), np.asarray(out.token_ids)], atol=2e-5
     )
     order = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_LOGPROBS]
-    np.testing.assert_array_equal(out.top_ids, order)
+    np.testing.assert_array_equal(out.of_tokens.top_ids, order)
     np.testing.assert_allclose(
-        out.top_logprobs, np.take_along_axis(expected, order, axis=1), atol=2e-5
+        out.of_tokens.top_logprobs, np.take_along_axis(expected, order, axis=1), atol=2e-5
     )
 
 
 def test_a_vocabulary_smaller_than_the_alternatives_returns_all_of_it():
     out = sample_jit(np.zeros((1, 5), np.float32), batch(1, logprobs=True))
-    assert out.top_ids.shape == (1, 5)
-    np.testing.assert_allclose(out.top_logprobs, np.log(0.2), atol=1e-6)
+    assert out.of_tokens.top_ids.shape == (1, 5)
+    np.testing.assert_allclose(out.of_tokens.top_logprobs, np.log(0.2), atol=1e-6)
 
 
 def test_log_probabilities_are_left_out_where_no_row_asks():
     out = sample_jit(np.ones((2, 50), np.float32), batch(2))
-    assert not np.asarray(out.top_ids).any()
-    assert not np.asarray(out.logprobs).any()
+    assert not np.asarray(out.of_tokens.top_ids).any()
+    assert not np.asarray(out.of_tokens.logprobs).any()
 
 
 def test_a_draw_never_returns_an_id_of_no_weight():
@@ -281,5 +303,6 @@ def test_a_draw_never_returns_an_id_of_no_weight():
 
 
 def test_greedy_rows_never_sort_the_vocabulary():
-    text = sample_jit.lower(np.zeros((2, 500), np.float32), batch(2)).as_text()
+    logits = np.zeros((2, 500), np.float32)
+    text = _sample_jit.lower(logits, batch(2), no_edits(2, 500)).as_text()
     assert "stablehlo.sort" not in text

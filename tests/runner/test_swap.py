@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.models.decoder import head_of
 from jserve.runner.compile import compile_page_copies, compile_steps, on_each_compilation
 from jserve.runner.mesh import make_mesh, pool_sharding
 from jserve.runner.runner import Runner
@@ -19,7 +20,7 @@ from jserve.runner.step import StepOptions
 from jserve.runner.swap import COPY_PAGES, MOST_CALLS_ON_THEIR_WAY, SwapSpace
 from pallas_kernels.dispatch import Backend
 from scheduler.bucket import make_buckets
-from scheduler.packer import NO_COPIES, Packer, views
+from scheduler.packer import NO_COPIES, Packer, batch_fields, views
 from scheduler.request import Request, SamplingView
 from scheduler.scheduler import Scheduler
 from tests.models.reference import reference_model
@@ -200,7 +201,13 @@ def compiled():
     model = reference_model("llama")
     params, buckets = model.params(), make_buckets(3, 16)
     options = StepOptions(
-        model.config, make_mesh(1), Backend.XLA, "switched", LIMITS.max_pages_per_seq
+        model.config,
+        make_mesh(1),
+        Backend.XLA,
+        "switched",
+        LIMITS.max_pages_per_seq,
+        max_tokens=16,
+        dtype=jnp.dtype(jnp.float32),
     )
     return params, buckets, compile_steps(options, buckets, params, state_of(model.config))
 
@@ -208,10 +215,11 @@ def compiled():
 def run(compiled, prompts, *, shuffled: bool) -> list[list[int]]:
     """Greedy tokens; if `shuffled`, all pages trade places through the host before each step."""
     params, buckets, steps = compiled
-    state = state_of(reference_model("llama").config)
+    config = reference_model("llama").config
+    state = state_of(config)
     swap = space_of(state.kv_pool, LIMITS.num_pages)
     state = state._replace(kv_pool=swap.warm_up(state.kv_pool))
-    runner = Runner(params, state, steps, swap)
+    runner = Runner(params, head_of(params, config), state, steps, swap)
     scheduler, packer = Scheduler(LIMITS), Packer(LIMITS, buckets)
     requests = [Request(str(i), p, SamplingView(9)) for i, p in enumerate(prompts)]
     for request in requests:
@@ -231,9 +239,12 @@ def run(compiled, prompts, *, shuffled: bool) -> list[list[int]]:
                 copies_out=copies(before[1:], host),
                 copies_in=copies(host, place[1:]),
             )
-            pages = views(batch.buffer, batch.bucket, LIMITS.max_pages_per_seq)["page_indices"]
+            fields = batch_fields(batch.bucket, LIMITS.max_pages_per_seq)
+            pages = views(batch.buffer, fields)["page_indices"]
             pages[:] = place[pages]
-        scheduler.update(plan, runner.dispatch(batch).result().token_ids)
+        handle = runner.dispatch(batch)
+        runner.choose(handle)
+        scheduler.update(plan, handle.result().token_ids)
     assert not compilations
     return [request.output_token_ids for request in requests]
 
@@ -248,7 +259,8 @@ def test_a_runner_without_a_swap_space_moves_no_pages(compiled):
     scheduler, packer = Scheduler(LIMITS), Packer(LIMITS, buckets)
     scheduler.add(Request("one", [1], SamplingView(1)))
     batch = packer.pack(scheduler.schedule(0.0))
-    runner = Runner(params, state_of(reference_model("llama").config), steps)
+    config = reference_model("llama").config
+    runner = Runner(params, head_of(params, config), state_of(config), steps)
     with pytest.raises(AssertionError, match="swap space"):
         runner.dispatch(dataclasses.replace(batch, copies_out=copies([1], [0])))
 

@@ -9,7 +9,16 @@ import pytest
 
 from scheduler.bucket import Bucket
 from scheduler.config import SchedulerConfig
-from scheduler.packer import FROM_DEVICE, Packer, batch_fields, batch_words, views
+from scheduler.packer import (
+    FROM_DEVICE,
+    MAX_LOGIT_BIAS,
+    Packer,
+    Wants,
+    batch_fields,
+    num_words,
+    sampling_fields,
+    views,
+)
 from scheduler.page_pool import NULL_PAGE
 from scheduler.plan import StepPlan
 from scheduler.request import Request, SamplingView
@@ -68,8 +77,13 @@ def plan_of(*rows: Row) -> StepPlan:
 
 def arrays(packer: Packer, *rows: Row) -> dict[str, np.ndarray]:
     batch = packer.pack(plan_of(*rows))
-    assert len(batch.buffer) == batch_words(batch.bucket, J)
-    return views(batch.buffer, batch.bucket, J)
+    return views(batch.buffer, batch_fields(batch.bucket, J))
+
+
+def sampling(packer: Packer, *rows: Row) -> dict[str, np.ndarray]:
+    batch = packer.pack(plan_of(*rows))
+    assert batch.sampling is not None, "no row samples"
+    return views(batch.sampling, sampling_fields(batch.bucket.num_rows))
 
 
 def lists(batch: dict[str, np.ndarray]) -> dict[str, list]:
@@ -78,12 +92,13 @@ def lists(batch: dict[str, np.ndarray]) -> dict[str, list]:
 
 @pytest.mark.parametrize("bucket", [DECODE, MIXED, Bucket(512, 32, False)])
 def test_the_fields_fill_the_buffer_without_gap_or_overlap(bucket):
-    offset = 0
-    for field in batch_fields(bucket, J).values():
-        assert field.offset == offset
-        offset += int(np.prod(field.shape))
-        assert np.dtype(field.dtype).itemsize == 4
-    assert offset == batch_words(bucket, J)
+    for fields in (batch_fields(bucket, J), sampling_fields(bucket.num_rows)):
+        offset = 0
+        for field in fields.values():
+            assert field.offset == offset
+            offset += int(np.prod(field.shape))
+            assert np.dtype(field.dtype).itemsize == 4
+        assert offset == num_words(fields)
 
 
 def test_decode_rows_and_chunks_with_their_padding():
@@ -91,6 +106,7 @@ def test_decode_rows_and_chunks_with_their_padding():
     last = Row(2, [5, 7], [11, 12, 13, 14, 15], 4, 1)  # the last piece of a prompt
     prompt = Row(1, [1, 9], [31, 32, 33, 34, 35, 36], 2, 3, samples=False)
     batch = lists(arrays(make(), decoding, last, prompt))
+    settings = lists(sampling(make(), decoding, last, prompt))
     assert batch["token_ids"] == [FROM_DEVICE, 15, 33, 34, 35, 0, 0, 0]
     assert batch["positions"] == [2, 4, 2, 3, 4, 0, 0, 0]
     assert batch["kv_lens"] == [3, 5, 5, 0]
@@ -98,15 +114,21 @@ def test_decode_rows_and_chunks_with_their_padding():
     assert batch["distribution"] == [2, 3, 3]
     none = [NULL_PAGE] * J
     assert batch["page_indices"] == [[3, 0, 0, 0], [5, 7, 0, 0], [1, 9, 0, 0], none]
-    assert batch["slots"] == [0, 2, SLOTS, SLOTS], "an unfinished prompt keeps no token"
-    assert batch["sample_positions"] == [3, 5, 5, 0]
+    assert batch["slots"] == [0, 2, 1, SLOTS]
+    assert settings["slots"] == [0, 2, SLOTS, SLOTS], "an unfinished prompt keeps no token"
+    assert settings["sample_positions"] == [3, 5, 5, 0]
 
 
 def test_a_chunk_that_reaches_beyond_the_prompt_has_the_generated_ids():
     plan = plan_of(Row(0, [1, 2], [5, 6, 7], 1, 4))
     plan.requests[0].output_token_ids += [8, 9]
     batch = make().pack(plan)
-    assert views(batch.buffer, batch.bucket, J)["token_ids"][:4].tolist() == [6, 7, 8, 9]
+    assert views(batch.buffer, batch_fields(batch.bucket, J))["token_ids"][:4].tolist() == [
+        6,
+        7,
+        8,
+        9,
+    ]
 
 
 def test_settings_travel_bit_for_bit_and_rows_say_what_they_want():
@@ -116,14 +138,14 @@ def test_settings_travel_bit_for_bit_and_rows_say_what_they_want():
     cut = Row(2, [3], [5, 6], 1, 1, sampling=cut)
 
     def packed(*rows):
-        return lists(arrays(make(), *rows))
+        return lists(sampling(make(), *rows))
 
-    assert packed(greedy)["wants"] == [0, 0, 0]
-    assert packed(greedy, random)["wants"] == [1, 0, 0]
+    assert packed(greedy)["wants"] == [0]
+    assert packed(greedy, random)["wants"] == [Wants.RANDOM]
     batch = packed(greedy, random, cut)
-    assert batch["wants"] == [1, 1, 1]
+    assert batch["wants"] == [Wants.RANDOM | Wants.TRUNCATION | Wants.LOGPROBS]
     assert batch["temperature"] == pytest.approx([0, 0.7, 1, 0])
-    assert batch["seeds"] == [0, 2**32 - 1, 0, 0]
+    assert batch["seed"] == [0, 2**32 - 1, 0, 0]
     assert batch["top_k"] == [0, 0, 7, 0]
     assert batch["top_p"][:3] == pytest.approx([1, 1, 0.9])
     assert batch["min_p"][:3] == pytest.approx([0, 0, 0.1])
@@ -132,16 +154,15 @@ def test_settings_travel_bit_for_bit_and_rows_say_what_they_want():
 def test_a_decode_row_keeps_the_settings_with_which_its_request_began():
     packer = make()
     arrays(packer, Row(0, [1], [5, 6], 0, 2, sampling={"temperature": 0.5}))
-    batch = lists(arrays(packer, Row(0, [1], [5, 6], 2, 1, decodes=True)))
+    batch = lists(sampling(packer, Row(0, [1], [5, 6], 2, 1, decodes=True)))
     assert batch["temperature"][0] == pytest.approx(0.5)
 
 
 def test_a_slots_new_owner_gets_its_own_settings():
     packer = make()
     arrays(packer, Row(0, [1, 2, 3], [5] * 12, 11, 1, sampling={"temperature": 0.5}))
-    batch = lists(arrays(packer, Row(0, [4], [6, 7], 1, 1)))
-    assert batch["page_indices"][0] == [4, 0, 0, 0]
-    assert batch["temperature"][0] == 0
+    assert arrays(packer, Row(0, [4], [6, 7], 1, 1))["page_indices"][0].tolist() == [4, 0, 0, 0]
+    assert sampling(packer, Row(0, [4], [6, 7], 1, 1))["temperature"][0] == 0
 
 
 @pytest.mark.parametrize("page", [NULL_PAGE, -1, CONFIG.num_pages])
@@ -157,6 +178,43 @@ def test_the_batch_says_how_much_of_it_is_real_and_what_moves_before_it():
     batch = make().pack(plan)
     assert (batch.bucket, batch.num_tokens, batch.num_rows) == (MIXED, 3, 1)
     assert (batch.copies_out.tolist(), batch.copies_in.tolist()) == ([[4, 0]], [[1, 5]])
-    assert batch.wants_logprobs
+    assert batch.wants == Wants.LOGPROBS
     half = Row(0, [1], [5, 6, 7], 0, 2, samples=False, sampling={"num_logprobs": 2})
-    assert not make().pack(plan_of(half)).wants_logprobs, "nobody samples"
+    assert not make().pack(plan_of(half)).wants
+    assert make().pack(plan_of(half)).sampling is None, "nobody samples"
+
+
+def test_what_only_some_rows_ask_for_comes_with_the_batch_and_in_their_rows():
+    plain = Row(0, [1], [5, 6], 1, 1)
+    biased = Row(1, [2], [5, 6], 1, 1, sampling={"logit_bias": ((7, 2.5), (3, -1.0))})
+    packer = make()
+    assert packer.pack(plan_of(plain)).bias is None
+    bias = packer.pack(plan_of(plain, biased)).bias
+    assert bias.ids.shape == bias.values.shape == (4, MAX_LOGIT_BIAS)
+    assert bias.ids[1, :3].tolist() == [7, 3, 0]
+    assert bias.values[1, :3].tolist() == [2.5, -1.0, 0]
+    assert not bias.values[[0, 2, 3]].any()
+    masked = Row(2, [3], [5, 6], 1, 1, sampling={"is_constrained": True})
+    assert packer.pack(plan_of(masked)).wants == Wants.MASK
+
+
+def test_penalties_begin_with_the_tokens_that_the_host_knows():
+    plan = plan_of(Row(2, [1, 2], [5, 6, 7], 1, 4, sampling={"presence_penalty": 0.5}))
+    plan.requests[0].output_token_ids += [8, 9]
+    packer = make()
+    assert [tuple(h) for h in packer.pack(plan).histories] == [(2, [5, 6, 7], [8, 9])]
+    decoding = Row(2, [1, 2], [5, 6, 7], 5, 1, decodes=True, sampling={"presence_penalty": 0.5})
+    assert list(packer.pack(plan_of(decoding)).histories) == []
+
+
+def test_prompt_pieces_name_the_token_after_each_of_theirs():
+    scored = {"num_prompt_logprobs": 0}
+    decoding = Row(0, [3], [21, 22], 2, 1, decodes=True)
+    middle = Row(1, [1], [31, 32, 33, 34], 0, 2, samples=False, sampling=scored)
+    end = Row(2, [2], [41, 42, 43], 1, 2, sampling=scored)
+    pieces = make().pack(plan_of(decoding, middle, end)).prompt_pieces
+    found = [(p.row, p.first, p.target_ids.tolist()) for p in pieces]
+    assert found == [(1, 1, [32, 33]), (2, 3, [43])]
+    again = plan_of(end)  # after a preemption: its prompt has been rated
+    again.requests[0].num_output_tokens = 1
+    assert list(make().pack(again).prompt_pieces) == []

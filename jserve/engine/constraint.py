@@ -1,0 +1,93 @@
+"""Which tokens a choice may take next, as a bit for each token of the vocabulary. Knows token ids
+and grammars' matchers: no rows, no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+
+BITS = 32  # of a word: bit v % 32 of word v // 32 is that of token v
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar (text/grammar.py)."""
+
+    error: str
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def fill(self, words: np.ndarray) -> bool: ...
+
+    def accept(self, token_id: int) -> bool: ...
+
+    def forced_tokens(self) -> list[int]: ...
+
+
+class Constraint:
+    """The tokens that one choice may take, given what it has so far.
+
+    Args:
+      allowed_token_ids: None is all.
+      bad_word_ids: sequences of token ids that the output may not hold.
+      min_tokens: before so many, none of `stop_token_ids` may come.
+      matcher: of a grammar; it sees each token once, by `accept`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+        bad_word_ids: Sequence[tuple[int, ...]] = (),
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.matcher = matcher
+        self._min_tokens = min_tokens
+        self._not_stop = ~_bits(vocab_size, stop_token_ids)
+        never = [ids[0] for ids in bad_word_ids if len(ids) == 1]
+        allowed = range(vocab_size) if allowed_token_ids is None else allowed_token_ids
+        self._always = _bits(vocab_size, allowed) & ~_bits(vocab_size, never)
+        self._sequences = [ids for ids in bad_word_ids if len(ids) > 1]
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the mask of a token depends on the token before, and not on their number only."""
+        return self.matcher is not None or bool(self._sequences)
+
+    def fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:
+        """Writes the bits u32[W] of token number `num_output`, counted from 0.
+
+        Args:
+          output_token_ids: those before; they may be fewer if `needs_last_token` is false.
+
+        Returns:
+          Why no token may come; "" where some may.
+        """
+        if self.matcher is not None and not self.matcher.fill(words):
+            return self.matcher.error or "the grammar allows no token here"
+        if self.matcher is None:
+            words[:] = self._always
+        else:
+            words &= self._always
+        if num_output < self._min_tokens:
+            words &= self._not_stop
+        for ids in self._sequences:
+            if tuple(output_token_ids[1 - len(ids) :]) == ids[:-1]:
+                words[ids[-1] // BITS] &= np.uint32(~(1 << ids[-1] % BITS) & 0xFFFFFFFF)
+        return "" if words.any() else "the request's settings together allow no token here"
+
+
+def num_mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // BITS)
+
+
+def _bits(vocab_size: int, token_ids: Collection[int] | Sequence[int]) -> np.ndarray:
+    """Returns u32[W] with the bits of `token_ids` set."""
+    flags = np.zeros(num_mask_words(vocab_size) * BITS, bool)
+    flags[np.fromiter(token_ids, np.int64, len(token_ids))] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
