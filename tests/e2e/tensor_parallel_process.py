@@ -64,7 +64,7 @@ def _shards(llm: Any) -> dict[str, dict[str, Any]]:
     """Per array of interest: its shape, that of one device's part, and on how many devices."""
     runner = llm._engine._runner
     layer = runner._params["layers"][0]
-    arrays = {"kv_pool": runner._state.kv_pool, "embed": runner._params["embed"]}
+    arrays = {"kv_pool": runner.state.kv_pool, "embed": runner._params["embed"]}
     arrays |= {name: layer[name] for name in ("qkv", "o", "gate_up", "down")}
     return {
         name: {
