@@ -69,9 +69,7 @@ def build_engine(config: EngineConfig) -> Engine:
     logs = _open_logs(config)
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
-    model = _model_config(checkpoint)
-    # Dynamic rope scales with the longest length that is served.
-    model = replace(model, max_position=_max_model_len(config, model))
+    model = _model_config(config, checkpoint)
     tokenizer = _tokenizer_of(checkpoint)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     layout = head_layout(model, mesh.size)
@@ -161,13 +159,15 @@ def _set_up_jax(config: EngineConfig) -> None:
             ) from error
 
 
-def _model_config(checkpoint: Checkpoint) -> ModelConfig:
+def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     try:
-        return model_config_from_hf(checkpoint.config, checkpoint.generation_config)
+        model = model_config_from_hf(checkpoint.config, checkpoint.generation_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint.source}: the config has a value of the wrong kind: {error}"
         ) from error
+    # Dynamic rope scales with the longest length that is served.
+    return replace(model, max_position=_max_model_len(config, model))
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

@@ -86,7 +86,7 @@ def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(
     assert (limits.long_prompt_share, limits.min_prefill_tokens) == (0.25, 8)
     assert (limits.itl_slo_s, limits.ttft_slo_s, limits.watermark) == (0.06, 0.9, 0.1)
     assert limits.max_queued_tokens == 4000
-    pool = engine._runner._state.kv_pool
+    pool = engine._runner.state.kv_pool
     assert limits.num_host_pages == 2**20 // (pool.nbytes // limits.num_pages) > 0
     engine.add(GenerateRequest(prompt_token_ids=[1], request_class="bulk"))
     [request] = engine.scheduler.waiting

@@ -105,6 +105,12 @@ class Checked:
         self.last_batch = batch
         return self._runner.dispatch(batch)
 
+    def run(self, batch: PackedBatch) -> StepHandle:
+        """Starts one step apart from the engine."""
+        handle = self.dispatch(batch)
+        self.choose(handle)
+        return handle
+
     def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
         self._runner.choose(handle, allowed)
 
@@ -202,9 +208,9 @@ def _idle(checked: Checked, num_steps: int, step_s: float) -> dict[str, Any]:
     else as what a step takes longer in the engine than in a queue of equal steps."""
     batch = checked.last_batch
     assert batch is not None, "the engine has run"
-    checked.dispatch(batch).result()
+    checked.run(batch).result()
     begin = time.perf_counter()
-    handles = [checked.dispatch(batch) for _ in range(num_steps)]
+    handles = [checked.run(batch) for _ in range(num_steps)]
     handles[-1].result()
     queued_s = (time.perf_counter() - begin) / num_steps
     gap_us = max(0.0, step_s - queued_s) * 1e6

@@ -90,7 +90,8 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
     engine = rearranged(built, overlap=seed == 1, num_pages=31)._engine  # few: some lose theirs
     dispatch = engine._runner.dispatch
     engine._runner = SimpleNamespace(
-        dispatch=lambda batch: (shapes.add(batch.bucket), dispatch(batch))[1]
+        dispatch=lambda batch: (shapes.add(batch.bucket), dispatch(batch))[1],
+        choose=engine._runner.choose,
     )
     live, finished, aborted, to_add = [], 0, 0, NUM_REQUESTS
     while to_add or engine.has_work:

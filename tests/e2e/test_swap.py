@@ -37,7 +37,7 @@ CACHE = pytest.mark.parametrize("cache", [True, False])
 @pytest.fixture(scope="module")
 def built():
     """An engine with a swap space, as the composition root makes it."""
-    pool = arranged()._runner._built._runner._state.kv_pool
+    pool = arranged()._runner._built._runner.state.kv_pool
     page_bytes = pool.nbytes // pool.shape[1]
     config = engine_config(
         model=str(model("random").folder),
