@@ -24,7 +24,10 @@ from jserve.text.tokenizer import Tokenizer
 # A chain of definitions recurses once per link: 128 KiB of them need up to 64 MiB of stack.
 COMPILE_STACK_BYTES = 2**28
 MAX_COMPILING = 2  # threads that compile at once; one whose time ran out counts until it ends
-MAX_FORCED_CHARS = 512
+# A mask asks how a forced text is written, at each of its tokens: 0.25 ms for 1000 characters. So
+# the text is cut; up to 4 tokens at the cut are dropped, for what follows could change them, and
+# llguidance drops as many again.
+MIN_FORCED_TOKENS, NUM_TOKENS_AT_CUT = 12, 4
 MAX_ERROR_CHARS = 300
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # 1 to 2 kB each, kept as long as the grammar
@@ -69,13 +72,20 @@ class GrammarCompiler:
         self._compiling = threading.Semaphore(MAX_COMPILING)
 
     def warm_up(self) -> LLTokenizer:
-        """Builds the trie of the vocabulary, which the first `compile` does otherwise."""
+        """Builds the trie of the vocabulary, which the first `compile` does otherwise.
+
+        The interpreter's lock is held for most of it (0.2 s for 49,152 tokens, 0.9 s for 262,144),
+        so it is better done before there are requests.
+        """
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 words = _Vocabulary(self._tokenizer, self.vocab_size, self._eos_token_ids)
-                self._vocabulary = LLTokenizer(
-                    TokenizerWrapper(words), eos_token=self._eos_token_ids
-                )
+                try:
+                    self._vocabulary = LLTokenizer(
+                        TokenizerWrapper(words), eos_token=self._eos_token_ids
+                    )
+                except BaseException as error:
+                    raise _refusal("this vocabulary has no structured output", error) from error
             return self._vocabulary
 
     def compile(self, spec: StructuredOutput) -> Grammar:
@@ -112,12 +122,16 @@ class GrammarCompiler:
         def run() -> None:
             try:
                 future.set_result(self._build(spec, source, vocabulary))
-            except BaseException as error:  # Rust's panics are no Exceptions
-                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(_refusal(spec.kind, error))
             finally:
                 self._compiling.release()
 
-        _start_with_large_stack(run)
+        try:
+            _start_with_large_stack(run)
+        except RuntimeError as error:
+            self._compiling.release()
+            raise Overloaded(f"no thread could be started: {error}; try again later") from error
         try:
             return future.result(self._timeout_s)
         except TimeoutError as error:
@@ -169,6 +183,7 @@ class Matcher:
         Returns:
           Whether any may. Where none may (a dead end, a limit), `words` is 0 and `error` says why.
         """
+        assert words.flags.c_contiguous, "llguidance writes to memory, not to a view with gaps"
         self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._is_alive():
             return True
@@ -212,6 +227,13 @@ class Matcher:
         return Matcher(self._grammar, self._state.deep_copy())
 
 
+def _refusal(name: str, error: BaseException) -> BaseException:
+    """What a caller is told of a failure in Rust, whose panics are no Exceptions."""
+    if isinstance(error, InvalidRequest | KeyboardInterrupt):
+        return error
+    return InvalidRequest(f"{name}: {_one_line(str(error))}")
+
+
 def _one_line(text: str) -> str:
     text = " ".join(text.replace("<non-verbose/>", "").split())
     if text == "NoExtensionBias":
@@ -233,23 +255,24 @@ class _Vocabulary:
         self._encode = tokenizer.encode_plain
         self._lead = "\x02" if tokenizer.strips_first_space else ""
         self._num_lead = len(self._encode(self._lead))
+        self._max_chars = MIN_FORCED_TOKENS * tokenizer.longest_token_chars
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of `text` as they stand inside of a text, where none begins with a space of the
-        vocabulary's own."""
-        return self._encode(self._lead + text)[self._num_lead :]
+        """The first token ids of `text` as it stands inside of another, where no text begins with a
+        space of the vocabulary's own."""
+        ids = self._encode(self._lead + text[: self._max_chars])[self._num_lead :]
+        return ids if len(text) <= self._max_chars else ids[:-NUM_TOKENS_AT_CUT]
+
+
+_STACK_LOCK = threading.Lock()
 
 
 def _start_with_large_stack(run: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, name="jserve-grammar", daemon=True)
-    with (
-        _STACK_LOCK
-    ):  # the size is the process's: other threads may start meanwhile, and may have it
+    # The size is the process's: a thread that another starts meanwhile has it too, and no harm.
+    with _STACK_LOCK:
         before = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(before)
-
-
-_STACK_LOCK = threading.Lock()

@@ -43,11 +43,12 @@ def allowed_by(matcher: Matcher, vocab_size: int) -> set[int] | None:
 
 
 def follow(matcher: Matcher, compiler: GrammarCompiler, text: str) -> bool:
-    """Whether `matcher` allows `text`, by the longest token that is allowed at each place."""
+    """Whether `matcher` allows `text`, by the longest token of text allowed at each place."""
     rest = text.encode()
     spelling = compiler._tokenizer.token_bytes
     while rest:
         allowed = allowed_by(matcher, compiler.vocab_size) or set()
+        allowed -= compiler._tokenizer.special_token_ids
         fitting = [id for id in allowed if spelling(id) and rest.startswith(spelling(id))]
         if not fitting:
             return False
@@ -146,6 +147,22 @@ def test_forced_tokens_are_what_the_masks_allow_one_by_one_and_what_the_tokenize
         written += b"".join(compiler._tokenizer.token_bytes(id) for id in forced)
     assert written == b'{"the name": null}'
     assert matcher.forced_tokens() == []
+
+
+def test_a_long_forced_text_is_forced_in_parts_that_the_tokenizer_writes(compiler):
+    """Each mask asks how the rest is written, so that must not cost the whole length each time."""
+    text = "lorem ipsum dolor sit amet " * 400
+    matcher = compiler.compile(StructuredOutput.of_choice([text])).matcher()
+    whole = compiler._tokenizer.encode_plain(text)
+    written: list[int] = []
+    while not matcher.is_finished:
+        forced = matcher.forced_tokens()
+        assert 0 < len(forced) < len(whole) / 4
+        assert allowed_by(matcher, compiler.vocab_size) == {forced[0]}
+        assert all(matcher.accept(id) for id in forced)
+        written += forced
+    assert compiler._tokenizer.decode(written) == text
+    assert sum(a != b for a, b in zip(written[::-1], whole[::-1], strict=False)) <= 3
 
 
 def test_o72_a_special_tokens_text_is_spelled_and_its_id_is_no_text(compiler, tokenizer):
