@@ -1,17 +1,18 @@
-"""Writes the grammar that makes a model call a tool. Knows the formats and llguidance's Lark: no
-tokens' masks, no parsing."""
+"""Writes the grammar of outputs that call tools. Knows the formats and llguidance's Lark: no masks
+and no parsing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jserve.errors import InvalidRequest
 from jserve.structured import GrammarKind, StructuredOutput
-from jserve.text.output_formats import OutputFormats, ToolCallFormat
+from jserve.text.output_formats import MARKERS, OutputFormats, ToolCallFormat
 from jserve.text.tools import Tool, forced_tools
 
+_ANY = r"(.|\n)*"
 # Spaces as templates' own JSON has them, so as models learnt it; no others.
 _LIKE_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -23,38 +24,47 @@ def tool_grammar(
     *,
     inside_reasoning: bool = False,
 ) -> StructuredOutput | None:
-    """The form of an output that has to call a tool, or None where `tool_choice` asks for none.
+    """The form of an output that has to call a tool, or that may call a strict one.
 
-    The call is in the model's own format, its arguments follow the function's JSON Schema, and
-    reasoning may precede it where the model marks it. "required" allows several calls, where the
-    format has them; a named function is called once.
+    Calls are in the model's own format, and their arguments follow the function's JSON Schema.
+    "required" allows several calls, where the format has them; a named function is called once.
+    Otherwise a grammar is needed only if some function is strict: text is free up to a call.
+    Reasoning may precede it all where the model marks it.
 
     Args:
       tools, tool_choice: OpenAI's; the tools as `checked_tools` returns them.
       inside_reasoning: as `output_parser`'s.
 
+    Returns None where the output may have any form.
+
     Raises:
       InvalidRequest: a bad choice, or a model whose template shows no known format of calls.
     """
     forced = forced_tools(tools, tool_choice)
-    if not forced:
+    offered = tools if tools and tool_choice != "none" else ()
+    if not forced and not any(tool["function"].get("strict") for tool in offered):
         return None
     if formats.tool_calls is None:
         raise InvalidRequest(
-            f"{tool_choice=} needs a model whose chat template writes tool calls in a known form; "
-            'use tool_choice="auto"'
+            f"{tool_choice=}, or a strict function, needs a model whose chat template writes tool "
+            'calls in a known form; use tool_choice="auto" and no strict function'
         )
-    rules = _Rules(formats)
-    calls = rules.calls(formats.tool_calls, forced, several=tool_choice == "required")
-    rules.add("start", f"{rules.reasoning(inside_reasoning)} {calls}".strip())
+    rules = _Rules(formats, formats.tool_calls)
+    preface = rules.reasoning(inside_reasoning)
+    if forced:
+        output = rules.forced(forced, several=tool_choice == "required")
+    else:
+        output = rules.free(offered)
+    rules.add("start", f"{preface} {output}".strip())
     return StructuredOutput(GrammarKind.LARK, rules.text())
 
 
 class _Rules:
-    """Lark rules that are collected while the later ones are written."""
+    """Lark rules, collected while those that use them are written."""
 
-    def __init__(self, formats: OutputFormats) -> None:
+    def __init__(self, formats: OutputFormats, format: ToolCallFormat) -> None:
         self._formats = formats
+        self._format = format
         self._special = dict(formats.special_ids)
         self._rules: list[str] = []
 
@@ -65,63 +75,71 @@ class _Rules:
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._rules])
 
-    def marker(self, text: str, after: str = "") -> str:
-        """A marker, as the token that it is or as text, and text that follows it."""
-        if text in self._special:
-            return f"<[{self._special[text]}]> {_quoted(after)}".rstrip()
-        return _quoted(text + after)
-
     def reasoning(self, inside: bool) -> str:
-        """What may, or where the prompt began it must, precede the calls."""
+        """What may, or where the prompt began it must, precede the rest."""
         if self._formats.reasoning is None:
             return ""
         start, end = self._formats.reasoning
-        if end in self._special:
-            body = self.add("thought", rf"/(.|\n)*/ {self.marker(end)}")
-        else:
-            body = self.add("thought[lazy]", rf"/(.|\n)*/ {_quoted(end)}")
+        thought = self._text_until("thought", end)
         if inside:
-            return rf"{body} /\n{{0,2}}/"
-        return self.add("reasoning", rf"{self.marker(start)} {body} /\n{{0,2}}/") + "?"
+            return rf"{thought} /\n{{0,2}}/"
+        return self.add("reasoning", rf"{self._marker(start)} {thought} /\n{{0,2}}/") + "?"
 
-    def calls(self, format: ToolCallFormat, tools: Sequence[Tool], several: bool) -> str:
-        options = [self._call(format, i, tool["function"]) for i, tool in enumerate(tools)]
+    def forced(self, tools: Sequence[Tool], several: bool) -> str:
+        """Calls and nothing else."""
+        body = self._body(tools, several)
+        if self._format == ToolCallFormat.LLAMA3:
+            return body
+        group = f"{self._marker(MARKERS[self._format][0])} {body}"
+        if not several or self._format == ToolCallFormat.MISTRAL:
+            return group
+        separator = '"\\n"' if self._format == ToolCallFormat.HERMES else ""
+        return f"{group} ({separator} {group})*"
+
+    def free(self, tools: Sequence[Tool]) -> str:
+        """Any text in which what begins as a call is one."""
+        body = self._body(tools, several=True)
+        if self._format == ToolCallFormat.LLAMA3:  # an object at the beginning is a call
+            return self.add("output", rf"{body} | /\s*([^{{\s]{_ANY})?/")
+        opening = self._text_until("opening", MARKERS[self._format][0])
+        return f"({opening} {body})* /{_ANY}/"
+
+    def _marker(self, text: str) -> str:
+        """A marker, as the token that it is or as text."""
+        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
+
+    def _text_until(self, name: str, marker: str) -> str:
+        how = "" if marker in self._special else "[lazy]"
+        return self.add(name + how, f"/{_ANY}/ {self._marker(marker)}")
+
+    def _body(self, tools: Sequence[Tool], several: bool) -> str:
+        """What follows a format's first marker."""
+        options = [self._call(i, tool["function"]) for i, tool in enumerate(tools)]
         call = self.add("call", " | ".join(options))
-        if format == ToolCallFormat.MISTRAL:
-            more = f'(", " {call})*' if several else ""
-            return f'{self.marker("[TOOL_CALLS]", "[")} {call} {more} "]"'
-        if format == ToolCallFormat.LLAMA3 or not several:  # Llama 3 knows one call only
+        if self._format != ToolCallFormat.MISTRAL:
             return call
-        separator = _quoted("\n") if format == ToolCallFormat.HERMES else ""
-        return f"{call} ({separator} {call})*"
+        more = f'(", " {call})*' if several else ""
+        return self.add("calls", rf'/ ?\[/ {call} {more} "]"')
 
-    def _call(self, format: ToolCallFormat, index: int, function: Any) -> str:
-        """One function's call; returns the rule's name."""
-        arguments = self._arguments(index, function)
-        name = json.dumps(function["name"])
-        key = "parameters" if format == ToolCallFormat.LLAMA3 else "arguments"
-        before = f'{{"name": {name}, "{key}": '
-        if format == ToolCallFormat.HERMES:
-            opening = self.marker("<tool_call>", "\n" + before)
-            body = f'{opening} {arguments} "}}\\n" {self.marker("</tool_call>")}'
-        elif format == ToolCallFormat.MISTRAL_ARGS:
-            opening = f"{self.marker('[TOOL_CALLS]', function['name'])} {self.marker('[ARGS]')}"
-            body = f"{opening} {arguments}"
-        else:
-            body = f'{_quoted(before)} {arguments} "}}"'
+    def _call(self, index: int, function: Mapping[str, Any]) -> str:
+        name, arguments = json.dumps(function["name"]), self._arguments(index, function)
+        if self._format == ToolCallFormat.MISTRAL_ARGS:
+            return self.add(f"call_{index}", f"{name} {self._marker('[ARGS]')} {arguments}")
+        key = "parameters" if self._format == ToolCallFormat.LLAMA3 else "arguments"
+        before, after = f'{{"name": {name}, "{key}": ', "}"
+        if self._format == ToolCallFormat.HERMES:
+            before, after = f"\n{before}", f"{after}\n"
+        body = f"{json.dumps(before)} {arguments} {json.dumps(after)}"
+        if self._format == ToolCallFormat.HERMES:
+            body += f" {self._marker('</tool_call>')}"
         return self.add(f"call_{index}", body)
 
-    def _arguments(self, index: int, function: Any) -> str:
-        """The arguments: of any kind that the schema allows, whose unknown words count as none
-        unless the function is strict."""
+    def _arguments(self, index: int, function: Mapping[str, Any]) -> str:
+        """Words of a schema that llguidance does not know are passed over, but not where the
+        function is strict."""
         schema = function.get("parameters")
         if not schema:
             return '"{}"'
         options = {**_LIKE_TEMPLATES, "lenient": not function.get("strict")}
         schema = {"type": "object", **schema, "x-guidance": options}
         return self.add(f"arguments_{index}", f"%json {json.dumps(schema)}")
-
-
-def _quoted(text: str) -> str:
-    """Text as Lark writes it; nothing for none."""
-    return json.dumps(text) if text else ""
