@@ -4,11 +4,18 @@ and no parsing."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jserve.errors import InvalidRequest
 from jserve.structured import GrammarKind, StructuredOutput
+from jserve.text.json_schema_rules import (
+    ANNOTATIONS,
+    OF_SCHEMAS,
+    OF_SCHEMAS_BY_NAME,
+    check_schema,
+)
 from jserve.text.output_formats import MARKERS, OutputFormats, ToolCallFormat
 from jserve.text.tools import Tool, forced_tools
 
@@ -100,17 +107,26 @@ class _Rules:
         """Any text in which what begins as a call is one."""
         body = self._body(tools, several=True)
         if self._format == ToolCallFormat.LLAMA3:  # an object at the beginning is a call
-            return self.add("output", rf"{body} | /\s*([^{{\s]{_ANY})?/")
-        opening = self._text_until("opening", MARKERS[self._format][0])
-        return f"({opening} {body})* /{_ANY}/"
+            text = self.add("TEXT", rf"/\s*([^{{\s]{_ANY})?/{self._no_thought()}")
+            return self.add("output", f"{body} | {text}")
+        text = self.add("TEXT", f"/{_ANY}/{self._no_thought()}")
+        opening = self._text_until("opening", MARKERS[self._format][0], text)
+        return f"({opening} {body})* {text}"
+
+    def _no_thought(self) -> str:
+        """Keeps text from beginning as reasoning does: llguidance takes the longest lexeme."""
+        start = (self._formats.reasoning or ("",))[0]
+        if not start or start in self._special:
+            return ""
+        return f" & ~/{re.escape(start)}{_ANY}/"
 
     def _marker(self, text: str) -> str:
         """A marker, as the token that it is or as text."""
         return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
 
-    def _text_until(self, name: str, marker: str) -> str:
+    def _text_until(self, name: str, marker: str, text: str = f"/{_ANY}/") -> str:
         how = "" if marker in self._special else "[lazy]"
-        return self.add(name + how, f"/{_ANY}/ {self._marker(marker)}")
+        return self.add(name + how, f"{text} {self._marker(marker)}")
 
     def _body(self, tools: Sequence[Tool], several: bool) -> str:
         """What follows a format's first marker."""
@@ -140,6 +156,23 @@ class _Rules:
         schema = function.get("parameters")
         if not schema:
             return '"{}"'
-        options = {**_LIKE_TEMPLATES, "lenient": not function.get("strict")}
-        schema = {"type": "object", **schema, "x-guidance": options}
+        if function.get("strict"):
+            check_schema(f"tools: {function['name']}.parameters", schema)
+        options = {**_LIKE_TEMPLATES, "lenient": True}
+        schema = {"type": "object", **_undescribed(schema), "x-guidance": options}
         return self.add(f"arguments_{index}", f"%json {json.dumps(schema)}")
+
+
+def _undescribed(schema: Any) -> Any:
+    """A schema without its descriptions, which make most of its length and change no grammar."""
+    if isinstance(schema, (list, tuple)):
+        return [_undescribed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    bare = {}
+    for key, value in schema.items():
+        if key in OF_SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            bare[key] = {name: _undescribed(item) for name, item in value.items()}
+        elif key not in ANNOTATIONS or key.startswith("$"):
+            bare[key] = _undescribed(value) if key in OF_SCHEMAS else value
+    return bare
