@@ -20,6 +20,8 @@ MAX_NESTING = 100  # levels of JSON; the compiler's own parser ends at 127
 MAX_PATTERN_CHARS = 4096  # compile time grows with the square: 0.4 s for the worst of this length
 MAX_MULTIPLE_OF = 100_000  # an automaton with as many states
 
+MAX_PLACE_CHARS = 200
+
 OF_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 OF_SCHEMAS = frozenset(
     {"anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties"}
@@ -89,7 +91,7 @@ def check_schema(name: str, schema: Any) -> dict[str, Any]:
         place, node = waiting.pop()
         if not isinstance(node, dict):
             continue  # true, false, or what the compiler refuses
-        where = f"{name} at {place}"
+        where = f"{name} at {place[:MAX_PLACE_CHARS]}"
         _check_keywords(where, node, draft, place == "#")
         pattern_chars += sum(map(len, _patterns(node)))
         multiple = math.lcm(multiple, _scaled(node.get("multipleOf", 1)))
@@ -111,7 +113,7 @@ def _check_keywords(where: str, node: dict[str, Any], draft: str, is_root: bool)
     for keyword in node:
         if keyword == "x-guidance" or not (keyword in KNOWN or keyword.startswith("x-")):
             raise InvalidRequest(
-                f"{where}: keyword {keyword!r} is not supported; "
+                f"{where}: keyword {keyword[:MAX_PLACE_CHARS]!r} is not supported; "
                 f"supported: {', '.join(sorted(KNOWN))}"
             )
     if "$schema" in node and not is_root:
@@ -119,9 +121,9 @@ def _check_keywords(where: str, node: dict[str, Any], draft: str, is_root: bool)
     if "prefixItems" in node and draft != LATEST_DRAFT:
         raise InvalidRequest(f"{where}: prefixItems needs $schema={LATEST_DRAFT!r}; use items")
     # The grammar cannot tell a repeated name from a new one, so one name more is what it counts.
-    required = node.get("required", ())
-    least, num_required = node.get("minProperties", 0), len(required) if required else 0
-    if isinstance(least, int) and least > num_required + 1:
+    required, least = node.get("required"), node.get("minProperties", 0)
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > num_required + 1:
         raise InvalidRequest(
             f"{where}: minProperties={least} is not supported above one more than the "
             f"{num_required} required; name the properties in required"

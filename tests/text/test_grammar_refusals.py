@@ -3,10 +3,13 @@ within two seconds, and the process goes on."""
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -228,6 +231,59 @@ def test_o62_a_bad_grammar_is_the_callers_error(compiler, kind, value, told):
 @pytest.mark.parametrize("pattern", [r"\^+", r"[$*]+", r"[^*]{2}", r"a\\\$*", "^a$|^b+$", "[]^+]a"])
 def test_a_sign_that_is_no_anchor_may_be_repeated(compiler, pattern):
     compiler.compile(StructuredOutput(REGEX, pattern))
+
+
+NUMBERS = [0, -1, 1.5, 10**400, 1e308]
+ANYTHING = [None, True, *NUMBERS, "", "a", "(", "#/", "~", [], {}, [[]], [0], {"": 0}]
+
+
+def mangled(schema: dict, draw: random.Random) -> dict:
+    """`schema` with a value somewhere in it replaced by one of another kind."""
+    whole = copy.deepcopy(schema)
+    places, waiting = [], [whole]
+    while waiting:
+        node = waiting.pop()
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        places += [(node, key) for key in keys]
+        waiting += [node[key] for key in keys if isinstance(node[key], dict | list)]
+    node, key = draw.choice(places)
+    node[key] = draw.choice(
+        [
+            None,
+            True,
+            0,
+            -1,
+            1.5,
+            10**400,
+            1e308,
+            "",
+            "a",
+            "(",
+            "#/",
+            "~",
+            [],
+            {},
+            [[]],
+            [0],
+            {"": 0},
+        ]
+    )
+    return whole
+
+
+def test_o62_a_schema_with_anything_anywhere_is_compiled_or_refused(compiler, text_data):
+    suite = json.loads((text_data / "json_schema_suite.json").read_text())["schemas"]
+    draw, outcomes, told = random.Random(0), Counter(), []
+    for *_, schema in suite * 3:
+        try:
+            compiler.compile(StructuredOutput.of_json_schema(mangled(schema or {"a": 1}, draw)))
+        except InvalidRequest as error:
+            outcomes["refused"] += 1
+            told.append(str(error))
+        else:
+            outcomes["compiled"] += 1
+    assert min(outcomes.values()) > 100
+    assert max(map(len, told)) < 1500
 
 
 def test_a_grammar_of_too_many_bytes_is_refused(byte_level):
