@@ -113,10 +113,23 @@ class LLM:
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list, rendered with the model's chat template.
 
-        A conversation is a list of {"role": ..., "content": ...}. Otherwise as `generate`.
+        A conversation is a list of {"role": ..., "content": ...}. The texts are as the model wrote
+        them, calls of tools included. Otherwise as `generate`.
+
+        Args:
+          tools, tool_choice: functions that the model may call, as in OpenAI's API.
+          template_args: further variables of the template, such as enable_thinking.
+          add_generation_prompt: the prompt ends with the head of the answer's turn.
+          continue_final_message: the answer goes on with the last message instead.
         """
         if not _is_list(messages) or not messages:
             raise InvalidRequest("messages is empty; give one conversation, or a list of them")
@@ -124,7 +137,18 @@ class LLM:
         for i, talk in enumerate(talks):
             if not _is_list(talk) or not talk or not all(isinstance(m, Mapping) for m in talk):
                 raise InvalidRequest(f"conversation {i} is not a non-empty list of messages")
-        return self._run([GenerateRequest(messages=t) for t in talks], params, use_tqdm)
+        requests = [
+            GenerateRequest(
+                messages=talk,
+                tools=tools,
+                tool_choice=tool_choice,
+                template_args=template_args,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for talk in talks
+        ]
+        return self._run(requests, params, use_tqdm)
 
     def close(self) -> None:
         """Stops the engine and frees its memory. Closing twice is harmless."""

@@ -118,9 +118,11 @@ def _take_chat(fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(choice, (str, Mapping)):
             raise InvalidRequest(f"tool_choice is {_kind(choice)}, not a word or an object")
         chat["tool_choice"] = choice
-    chat["continue_final_message"] = _take_bool(fields, "continue_final_message", False)
-    begins = not chat["continue_final_message"]
-    chat["add_generation_prompt"] = _take_bool(fields, "add_generation_prompt", begins)
+    goes_on = _take_bool(fields, "continue_final_message", False)
+    begins = _take_bool(fields, "add_generation_prompt", not goes_on)
+    if goes_on and begins:
+        raise InvalidRequest("add_generation_prompt contradicts continue_final_message")
+    chat |= {"continue_final_message": goes_on, "add_generation_prompt": begins}
     if (arguments := fields.pop("chat_template_kwargs", None)) is not None:
         if not isinstance(arguments, Mapping):
             raise InvalidRequest(f"chat_template_kwargs is {_kind(arguments)}, not an object")

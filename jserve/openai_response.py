@@ -2,33 +2,52 @@
 files, no engine.
 
 Sources: the OpenAI API reference, /v1/chat/completions and /v1/completions; `stop_reason`,
-`token_ids` and `prompt_logprobs` are vLLM's extensions.
+`reasoning_content`, `token_ids` and `prompt_logprobs` are vLLM's extensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jserve.messages import TokenLogprobs
+from jserve.messages import GenerateRequest, TokenLogprobs
 from jserve.offline import CompletionOutput, RequestOutput
 from jserve.openai_format import Endpoint, OpenAICall
 from jserve.text.detokenizer import Detokenizer
 from jserve.text.tokenizer import Tokenizer
+from jserve.text.tool_calls import OutputDelta, OutputParser
+
+NewParser = Callable[[GenerateRequest, Sequence[int]], OutputParser]  # of a request and its prompt
 
 
 def response_body(
-    call: OpenAICall, output: RequestOutput, *, model: str, created: int, tokenizer: Tokenizer
+    call: OpenAICall,
+    output: RequestOutput,
+    *,
+    model: str,
+    created: int,
+    tokenizer: Tokenizer,
+    new_parser: NewParser,
 ) -> dict[str, Any]:
-    """Returns the body of a (non-streaming) response to `call`. `created`: seconds since 1970."""
+    """Returns the body of a (non-streaming) response to `call`.
+
+    Args:
+      created: seconds since 1970.
+      new_parser: begins to split one choice of a chat's answer into what it holds.
+    """
     chat = call.endpoint == Endpoint.CHAT
-    shape = _chat_choice if chat else _text_choice
+    prompt_ids = output.prompt_token_ids
     body: dict[str, Any] = {
         "id": ("chatcmpl-" if chat else "cmpl-") + output.request_id,
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [shape(call, output, completion, tokenizer) for completion in output.outputs],
+        "choices": [
+            _chat_choice(call, completion, tokenizer, new_parser(call.request, prompt_ids))
+            if chat
+            else _text_choice(call, output, completion, tokenizer)
+            for completion in output.outputs
+        ],
         "usage": usage_body(output),
     }
     if output.prompt_logprobs is not None and not call.echo:
@@ -36,7 +55,7 @@ def response_body(
             None if p is None else _prompt_entry(p, tokenizer) for p in output.prompt_logprobs
         ]
     if call.return_token_ids:
-        body["prompt_token_ids"] = output.prompt_token_ids
+        body["prompt_token_ids"] = prompt_ids
     return body
 
 
@@ -59,14 +78,36 @@ def _ending(call: OpenAICall, completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _chat_choice(
-    call: OpenAICall, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer
+    call: OpenAICall, completion: CompletionOutput, tokenizer: Tokenizer, parser: OutputParser
 ) -> dict[str, Any]:
-    return {
+    deltas = (parser.feed(completion.text), parser.finish())
+    content = "".join(delta.content for delta in deltas)
+    calls = _tool_calls(deltas)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    choice = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text},
+        "message": message,
         "logprobs": _chat_logprobs(completion, tokenizer),
         **_ending(call, completion),
     }
+    if parser.has_calls and completion.finish_reason == "stop":
+        choice["finish_reason"] = "tool_calls"
+    return choice
+
+
+def _tool_calls(deltas: Iterable[OutputDelta]) -> list[dict[str, Any]]:
+    """The calls, pieces joined."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in (piece for delta in deltas for piece in delta.tool_calls):
+        if piece.name is not None:
+            function = {"name": piece.name, "arguments": ""}
+            calls[piece.index] = {"id": piece.id, "type": "function", "function": function}
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return list(calls.values())
 
 
 def _text_choice(

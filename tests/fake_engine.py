@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, JserveError, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.text.output_formats import OutputFormats, ToolCallFormat
+from jserve.text.tool_calls import OutputParser, output_parser
 
 VOCAB_SIZE = 128  # ASCII
 SPLIT_CHARACTER = 127  # stands for half of an emoji
@@ -44,10 +47,19 @@ class _Running:
     live_choices: list[int] = field(default_factory=list)
 
 
+class FakeChat:
+    """Calls as Hermes writes them."""
+
+    def parser(self, request: GenerateRequest, prompt: Sequence[int]) -> OutputParser:
+        formats = OutputFormats(ToolCallFormat.HERMES, ("<think>", "</think>"))
+        return output_parser(formats, tools=request.tools, tool_choice=request.tool_choice)
+
+
 class FakeProcessor:
     """Checks a request and returns its prompt's token ids."""
 
     tokenizer = FakeTokenizer()
+    chat = FakeChat()
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len

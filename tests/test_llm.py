@@ -115,6 +115,20 @@ def test_chat_takes_one_conversation_or_a_list_of_them(llm):
     assert [o.outputs for o in two] == [one.outputs] * 2
 
 
+def test_chat_hands_tools_and_template_arguments_to_every_conversation(llm, engine):
+    talk = [{"role": "user", "content": "hi"}]
+    fields = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+        "template_args": {"enable_thinking": False},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    llm.chat([talk, talk], FIVE, **fields)
+    for request in engine.added:
+        assert {name: getattr(request, name) for name in fields} == fields
+
+
 @pytest.mark.parametrize("prompts", [[], [[]], "", [""], ["ok", ""], ["ok", []], [[1], None], 7])
 def test_O20_an_empty_or_shapeless_prompt_is_refused_and_the_engine_lives(llm, engine, prompts):
     with pytest.raises(InvalidRequest):

@@ -81,6 +81,11 @@ def test_o32_no_sampling_field_is_without_a_name_in_a_body():
         (read_chat, {"chat_template_kwargs": []}, "chat_template_kwargs"),
         (read_chat, {"continue_final_message": 1}, "continue_final_message=1"),
         (read_chat, {"add_generation_prompt": "no"}, "add_generation_prompt"),
+        (
+            read_chat,
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt",
+        ),
         (read_text, {"tools": [TOOL]}, "'tools'"),
         (read_text, {"suffix": "x"}, "'suffix'"),
         (read_text, {"echo": 1}, "echo=1"),

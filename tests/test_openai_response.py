@@ -8,7 +8,9 @@ from jserve.messages import TokenLogprobs, Usage
 from jserve.offline import CompletionOutput, RequestOutput
 from jserve.openai_format import Endpoint, parse_body
 from jserve.openai_response import response_body
+from jserve.text.output_formats import OutputFormats, ToolCallFormat
 from jserve.text.tokenizer import load_tokenizer
+from jserve.text.tool_calls import output_parser
 from tests.e2e.chain_model import write_chain_model
 
 END_OF_TURN = "<|im_end|>"
@@ -53,11 +55,18 @@ def output_of(texts_and_ids, prompt=None, prompt_ids=(1, 2), count=None, prompt_
     )
 
 
+def new_parser(request, prompt_ids):
+    formats = OutputFormats(ToolCallFormat.HERMES, ("<think>", "</think>"))
+    return output_parser(formats, tools=request.tools, tool_choice=request.tool_choice)
+
+
 def body_of(endpoint, output, tokenizer, **fields):
     prompt = {"messages": [{"role": "user", "content": "x"}]} if endpoint == CHAT else {}
     prompt = prompt or {"prompt": "x"}
     call = parse_body(endpoint, prompt | fields)
-    return response_body(call, output, model="m", created=5, tokenizer=tokenizer)
+    return response_body(
+        call, output, model="m", created=5, tokenizer=tokenizer, new_parser=new_parser
+    )
 
 
 @pytest.mark.parametrize(("endpoint", "key"), [(CHAT, "message"), (COMPLETIONS, "text")])
@@ -168,3 +177,49 @@ def test_token_ids_come_only_where_they_are_asked_for(tokenizer):
     body = body_of(COMPLETIONS, output, tokenizer)
     assert "prompt_token_ids" not in body
     assert "token_ids" not in body["choices"][0]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def chat_choices(tokenizer, *texts, **fields):
+    output = output_of([(text, []) for text in texts])
+    return body_of(CHAT, output, tokenizer, tools=TOOLS, **fields)["choices"]
+
+
+def test_o69_calls_of_tools_are_parsed_choice_by_choice(tokenizer):
+    _, one, two = chat_choices(tokenizer, "no", CALL, f"Two:{CALL}{CALL}", n=3)
+    assert one["finish_reason"] == two["finish_reason"] == "tool_calls"
+    assert one["message"]["content"] is None
+    assert two["message"]["content"] == "Two:"
+    calls = one["message"]["tool_calls"] + two["message"]["tool_calls"]
+    assert [call["type"] for call in calls] == ["function"] * 3
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 3
+    assert len({call["id"] for call in calls}) == 3
+    assert all(call["id"] for call in calls)
+
+
+def test_o67_a_call_cut_by_the_limit_keeps_the_finish_reason_length(tokenizer):
+    for end in range(len(CALL)):
+        (choice,) = chat_choices(tokenizer, CALL[:end])  # choice 0 ends with "length"
+        assert choice["finish_reason"] == "length"
+
+
+def test_o68_without_a_choice_of_tools_a_call_is_content(tokenizer):
+    _, choice = chat_choices(tokenizer, "", CALL, n=2, tool_choice="none")
+    assert choice["message"] == {"role": "assistant", "content": CALL}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_reasoning_is_split_off_where_there_is_some(tokenizer):
+    thinking, not_thinking = chat_choices(tokenizer, "<think>\nhm\n</think>\n\nyes", "yes", n=2)
+    wanted = {"role": "assistant", "content": "yes"}
+    assert thinking["message"] == wanted | {"reasoning_content": "hm"}
+    assert not_thinking["message"] == wanted
+
+
+def test_what_a_model_wrote_is_a_chat_again(tokenizer):
+    (choice,) = chat_choices(tokenizer, CALL)
+    turns = [choice["message"], {"role": "tool", "tool_call_id": "1", "content": "2"}]
+    parse_body(CHAT, {"messages": turns, "tools": TOOLS})

@@ -131,6 +131,7 @@ class _Job:
         should_stop: Callable[[], bool],
     ) -> None:
         self._tokenizer = engine.tokenizer
+        self._new_parser = engine.processor.chat.parser
         self._driver = RequestDriver(engine)
         self._mailbox: Mailbox = deque()
         self._lines = lines
@@ -243,6 +244,7 @@ class _Job:
             model=self._options.model_name,
             created=int(time.time()),
             tokenizer=self._tokenizer,
+            new_parser=self._new_parser,
         )
         response = {"status_code": 200, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
         usage = result.usage

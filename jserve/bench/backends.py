@@ -47,7 +47,7 @@ class JserveBackend:
                 len(update.token_ids),
                 update.usage,
                 update.timings.queue_s if update.timings else None,
-                update.finish_reason is not None,
+                update.is_last,
             )
 
     async def close(self) -> None:

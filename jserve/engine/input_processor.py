@@ -13,12 +13,14 @@ from numbers import Integral, Real
 from typing import Any
 from uuid import uuid4
 
+from jserve.engine.chat_input import ChatInput
 from jserve.engine.constraint import Constraint, Matcher
+from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.structured import StructuredOutput
-from jserve.text.chat import ChatTemplate, encode_chat
+from jserve.text.chat import ChatTemplate
 from jserve.text.detokenizer import Detokenizer
 from jserve.text.tokenizer import Tokenizer
 from scheduler.config import RequestClass
@@ -80,7 +82,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._classes = {"": RequestClass(name=""), **{c.name: c for c in classes}}
         self._queue_timeout_s = queue_timeout_s or math.inf
-        self._chat_template = chat_template
+        self.chat = ChatInput(tokenizer, chat_template)
         self._why_too_large = why_too_large
         self._clock = clock
         self._new_matcher = new_matcher
@@ -93,9 +95,10 @@ class InputProcessor:
         """
         now = self._clock()
         request_id = self._checked_fields(message)
-        prompt = self._prompt_token_ids(message)
+        message, prompt = self._with_prompt(message)
         sampling = message.sampling
         view = self._view(sampling, len(prompt))
+        check_min_tokens(sampling, view.max_tokens)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -108,10 +111,10 @@ class InputProcessor:
             queue_deadline=self._queue_deadline(message, now),
             cache_keys=_cache_keys(message),
         )
-        first = self._choice(request, sampling, 0)
+        first = self._choice(request, message, 0)
         num_choices = sampling.best_of or sampling.n
         siblings = tuple(
-            self._choice(_sibling(request, index), sampling, index)
+            self._choice(_sibling(request, index), message, index)
             for index in range(1, num_choices)
         )
         return replace(first, siblings=siblings)
@@ -149,12 +152,14 @@ class InputProcessor:
             else sampling.prompt_logprobs,
         )
 
-    def _choice(self, request: Request, sampling: SamplingParams, index: int) -> PreparedRequest:
+    def _choice(self, request: Request, message: GenerateRequest, index: int) -> PreparedRequest:
+        sampling = message.sampling
         detokenizer = Detokenizer(
             self.tokenizer,
             request.prompt_token_ids,
             stop=sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
+            keep=self.chat.kept_ids(message),
             include_stop_str=sampling.include_stop_str,
             min_tokens=sampling.min_tokens,
         )
@@ -226,6 +231,16 @@ class InputProcessor:
         longest = min(self._queue_timeout_s, message.queue_timeout_s or math.inf)
         return None if longest == math.inf else now + longest
 
+    def _with_prompt(self, message: GenerateRequest) -> tuple[GenerateRequest, list[int]]:
+        """The request, as the model's template and vocabulary have it, and its prompt's ids."""
+        prompt = self._prompt_token_ids(message)
+        sampling = message.sampling
+        check_token_ids(sampling, self.limits.vocab_size)
+        form = self.chat.form(message, prompt)
+        if form is not sampling.structured:
+            sampling = replace(sampling, structured=form)
+        return replace(message, sampling=sampling), prompt
+
     def _prompt_token_ids(self, message: GenerateRequest) -> list[int]:
         given = [
             name
@@ -238,8 +253,7 @@ class InputProcessor:
                 "give exactly one of prompt, prompt_token_ids and messages"
             )
         if message.messages is not None:
-            _check_message_fields(message.messages)
-            ids = encode_chat(self.tokenizer, self._chat_template, message.messages)
+            ids = self.chat.encode(message)
         elif message.prompt is not None:
             if not isinstance(message.prompt, str):
                 raise InvalidRequest(f"prompt is a {type(message.prompt).__name__}, not a text")
@@ -316,17 +330,6 @@ def _cache_keys(message: GenerateRequest) -> tuple[tuple[str, str], ...]:
     and can name nothing that reaches another's."""
     keys = (("identity", message.identity), ("tenant", message.tenant))
     return tuple(key for key in keys if key[1])
-
-
-def _check_message_fields(messages: Any) -> None:
-    """Refuses what a template might or might not read; shapes are checked by `encode_chat`."""
-    for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
-        extra = set(message) - {"role", "content"} if isinstance(message, Mapping) else ()
-        if extra:
-            raise InvalidRequest(
-                f"messages[{index}] has unsupported fields: {', '.join(sorted(map(str, extra)))}; "
-                "use role and content"
-            )
 
 
 def _sibling(request: Request, index: int) -> Request:

@@ -45,6 +45,9 @@ class Detokenizer:
     what the output adds to the prompt: decode(prompt + output) less decode(prompt). Each token
     costs constant time per stop string.
 
+    Args:
+      keep: special tokens that are shown although `skip_special_tokens`.
+
     Attributes:
       stop_hit: the stop string that ended the text, or None.
       num_tokens_at_stop: output tokens up to and with the one that completed it, or None. Where
@@ -58,6 +61,7 @@ class Detokenizer:
         *,
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
         include_stop_str: bool = False,
         min_tokens: int = 0,
     ) -> None:
@@ -65,7 +69,8 @@ class Detokenizer:
         self.num_tokens_at_stop: int | None = None
         self._tokenizer = tokenizer
         self._include_stop_str = include_stop_str
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        specials = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = specials - keep
         self._num_tokens, self._min_tokens = 0, min_tokens
         self._held = ""  # whole characters that may belong to a stop string
         # Special tokens that are not shown but named in a stop string: a symbol that no text holds
