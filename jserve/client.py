@@ -7,10 +7,11 @@ is not reachable, not ready or full, 4 the deadline passed, 130 interrupted.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grpc
@@ -25,7 +26,8 @@ from jserve.errors import (
     JserveError,
     Overloaded,
 )
-from jserve.messages import GenerateRequest, RequestUpdate
+from jserve.messages import GenerateRequest, RequestUpdate, joined
+from jserve.openai_format import Endpoint, parse_body
 from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
@@ -33,6 +35,12 @@ from jserve.server.wire import answer_from_proto, request_to_proto, update_from_
 
 DEADLINE_MARGIN_S = 5.0  # the server ends the request first, with its reason; this is the backstop
 _HEALTH_RETRY_S = 0.1
+
+# Flags that are fields of an OpenAI body.
+_BODY_FLAGS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
+    *("model", "priority", "request_class", "tenant", "timeout_s", "queue_timeout_s"),
+)
 
 _ERRORS = {grpc.StatusCode[code.grpc]: kind for kind, code in WIRE_CODES.items()}
 _EXIT_CODES = {InvalidRequest: 2, EngineDead: 3, Overloaded: 3, DeadlineExceeded: 4}
@@ -185,6 +193,8 @@ def define_client_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_integer("seed", None, "For the same tokens again.", **to)
     flags.DEFINE_multi_string("stop", [], "Text that ends the answer; may be repeated.", **to)
     flags.DEFINE_boolean("ignore_eos", False, "Go on after the model's end token.", **to)
+    more = 'More fields of an OpenAI body, as JSON: \'{"n": 2, "guided_regex": "[0-9]+"}\'.'
+    flags.DEFINE_string("extra_body", "{}", more, **to)
     flags.DEFINE_string("request_id", None, "Name of the request, for the server's log.", **to)
     flags.DEFINE_integer("priority", 0, "Lower is served first.", **to)
     flags.DEFINE_string("request_class", "", "One of the server's --request_classes.", **to)
@@ -200,7 +210,7 @@ def request_from_flags(
     """Returns the request that the flags ask for.
 
     Raises:
-      InvalidRequest: no prompt, or a value out of its range.
+      InvalidRequest: no prompt, a value out of its range, or an unknown field of --extra_body.
     """
     f = flag_values
     prompt = read_stdin() if f.prompt == "-" else f.prompt
@@ -210,46 +220,49 @@ def request_from_flags(
         raise InvalidRequest("--system is part of a chat; add --chat")
     turns = [{"role": "system", "content": f.system}] if f.system is not None else []
     turns.append({"role": "user", "content": prompt})
-    return GenerateRequest(
-        prompt=None if f.chat else prompt,
-        messages=turns if f.chat else None,
-        sampling=SamplingParams(
-            temperature=f.temperature,
-            top_k=f.top_k,
-            top_p=f.top_p,
-            min_p=f.min_p,
-            seed=f.seed,
-            max_tokens=f.max_tokens,
-            stop=tuple(f.stop),
-            ignore_eos=f.ignore_eos,
-        ),
-        request_id=f.request_id,
-        model=f.model,
-        priority=f.priority,
-        request_class=f.request_class,
-        tenant=f.tenant,
-        timeout_s=f.timeout_s,
-        queue_timeout_s=f.queue_timeout_s,
-    )
+    body: dict[str, Any] = {"messages": turns} if f.chat else {"prompt": prompt}
+    body |= {name: getattr(f, name) for name in _BODY_FLAGS}
+    endpoint = Endpoint.CHAT if f.chat else Endpoint.COMPLETIONS
+    call = parse_body(endpoint, body | _extra_body(f.extra_body))
+    sampling = call.request.sampling
+    counts = (sampling.logprobs, sampling.prompt_logprobs)
+    if call.echo or call.return_token_ids or counts != (None, None):
+        raise InvalidRequest(
+            "--extra_body asks for echo, token ids or log-probabilities; this command prints text"
+        )
+    return replace(call.request, request_id=f.request_id)
+
+
+def _extra_body(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"--extra_body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("--extra_body is not a JSON object")
+    return body
 
 
 async def _ask(flag_values: flags.FlagValues) -> None:
-    """Prints the answer to stdout and a line of figures to stderr."""
+    """Prints the answer to stdout and a line of figures to stderr. Of several answers, each is
+    printed when all are there, under its number."""
     request = request_from_flags(flag_values)
+    at_once = flag_values.stream and request.sampling.n == 1
     async with GenerateClient(flag_values.target) as client:
         if flag_values.wait_ready_s > 0:
             await client.wait_ready(flag_values.wait_ready_s)
         clock = Clock(time.monotonic())
-        text, last = [], None
-        async for last in client.stream(request):
-            clock.on_update(last, time.monotonic())
-            if flag_values.stream:
-                print(last.text, end="", flush=True)
-            else:
-                text.append(last.text)
-        print("".join(text))
-        if last is not None:
-            print(clock.summary(last), file=sys.stderr)
+        updates: list[RequestUpdate] = []
+        async for update in client.stream(request):
+            clock.on_update(update, time.monotonic())
+            updates.append(update)
+            if at_once:
+                print(update.text, end="", flush=True)
+        for choice in joined(updates):
+            heading = f"[{choice.index}] " if request.sampling.n > 1 else ""
+            print("" if at_once else heading + choice.text)
+        if updates:
+            print(clock.summary(updates[-1]), file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from jserve.client import Clock, define_client_flags, request_from_flags
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from jserve.messages import RequestUpdate, Usage
 from jserve.sampling_params import SamplingParams
+from jserve.structured import GrammarKind, StructuredOutput
 from tests.server.conftest import TIMEOUT_S, serving
 from tests.server.fake_engine import FakeEngine
 
@@ -80,6 +81,15 @@ async def test_an_error_of_the_server_is_one_line_and_an_exit_code(error, code):
     assert len(done.stderr.splitlines()) == 1
 
 
+async def test_o31_several_answers_are_printed_one_after_the_other_with_their_numbers():
+    async with serving() as s:
+        done = await run_client(
+            f"--target={s.target}", "--prompt=abc", "--max_tokens=2", '--extra_body={"n": 2}'
+        )
+    assert (done.returncode, done.stdout) == (0, "[0] t0 t1 \n[1] t100 t101 \n")
+    assert "4 output tokens" in done.stderr
+
+
 async def test_a_server_that_is_not_there_is_one_line_and_exit_code_3(unused_tcp_port):
     target = f"--target=127.0.0.1:{unused_tcp_port}"
     for wait in ("--wait_ready_s=0", "--wait_ready_s=0.3"):
@@ -119,10 +129,23 @@ def test_every_flag_reaches_the_request():
     assert (request.request_class, request.queue_timeout_s) == ("c", 1.5)
 
 
+def test_other_fields_of_an_openai_body_reach_the_request_as_json():
+    body = '{"guided_regex": "a+", "logit_bias": {"5": 1}, "chat_template_kwargs": {"x": 1}}'
+    request = request_from_flags(parsed("--prompt=x", "--chat", f"--extra_body={body}"))
+    assert request.sampling.structured == StructuredOutput(GrammarKind.REGEX, "a+")
+    assert request.sampling.logit_bias == ((5, 1.0),)
+    assert request.template_args == {"x": 1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "no prompt"),
+        (("--prompt=x", "--extra_body={"), "--extra_body is not JSON"),
+        (("--prompt=x", "--extra_body=[]"), "--extra_body is not a JSON object"),
+        (("--prompt=x", '--extra_body={"nonsense": 1}'), "'nonsense'"),
+        (("--prompt=x", '--extra_body={"logprobs": 0}'), "log-probabilities"),
+        (("--prompt=x", '--extra_body={"echo": true}'), "echo"),
         (("--prompt=x", "--system=y"), "--chat"),
         (("--prompt=x", "--temperature=nan"), "temperature"),
     ],
