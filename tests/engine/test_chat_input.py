@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jserve.engine.chat_input import ChatInput
+from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
@@ -140,3 +141,33 @@ def test_an_answer_is_split_as_its_request_and_prompt_say(chat):
 def test_a_form_that_the_caller_gives_is_the_form_of_the_whole_answer(chat):
     inside = asking(REGEX, template_args={"think": True})
     assert joined(chat, inside, "aaa") == ("aaa", "", [])
+
+
+def test_a_prepared_chat_shows_its_markers_and_has_the_form_of_a_call(chat, tokenizer):
+    limits = ModelLimits("tiny", 384, 4096, ())
+    forms = []
+    processor = InputProcessor(
+        tokenizer,
+        ChatTemplate(TEMPLATE),
+        limits,
+        lambda num_tokens: None,
+        new_matcher=lambda form: forms.append(form) or object(),
+    )
+    request = asking(tools=TOOLS, tool_choice="required")
+    prepared = processor.prepare(request)
+    assert forms == [form_of(chat, request)]
+    (marker,) = tokenizer.encode("[TOOL_CALLS]")
+    assert prepared.detokenizer.add((marker,)) == "[TOOL_CALLS]"
+    plain = processor.prepare(GenerateRequest(prompt="x"))
+    assert plain.detokenizer.add((marker,)) == ""
+
+
+def test_min_tokens_that_do_not_fit_behind_the_prompt_are_refused(tokenizer):
+    limits = ModelLimits("tiny", 384, 8, ())
+    processor = InputProcessor(tokenizer, ChatTemplate(None), limits, lambda num_tokens: None)
+    for max_tokens in (None, 5):
+        sampling = SamplingParams(min_tokens=5, max_tokens=max_tokens)
+        processor.prepare(GenerateRequest(prompt="abc", sampling=sampling))
+    sampling = SamplingParams(min_tokens=6, max_tokens=None)
+    with pytest.raises(InvalidRequest, match="min_tokens=6 is above the 5 tokens"):
+        processor.prepare(GenerateRequest(prompt="abc", sampling=sampling))

@@ -259,3 +259,11 @@ def test_a_token_costs_the_same_however_long_the_text_is(byte_level):
     last = seconds(detokenizer, ids[30_000:])
     assert last < 3 * first + 0.05
     assert detokenizer.stop_hit is None
+
+
+def test_a_special_token_that_is_kept_is_shown_and_can_be_part_of_a_stop_string():
+    tokenizer = words("a", "b", special=("<call>", "<end>"))
+    shown, _ = run(tokenizer, [0, 2, 1, 3], keep=frozenset({2}))
+    assert "".join(shown) == "a<call>b"
+    shown, stopped = run(tokenizer, [0, 2, 1, 3], keep=frozenset({2}), stop=("<call>b",))
+    assert ("".join(shown), stopped.stop_hit) == ("a", "<call>b")
