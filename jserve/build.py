@@ -42,6 +42,7 @@ from jserve.runner.step import StepOptions, StepState, make_sampler_state, why_u
 from jserve.runner.swap import SwapSpace
 from jserve.text.chat import chat_template_of
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
+from jserve.text.grammar import GrammarCompiler
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.kv_layout import PoolLayout, bytes_per_page
@@ -181,6 +182,8 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
 def _input_processor(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, scheduler: Scheduler
 ) -> InputProcessor:
+    eos_token_ids = tuple({*model.eos_token_ids, *tokenizer.eos_token_ids})
+    grammars = GrammarCompiler(tokenizer, model.vocab_size, eos_token_ids)
     return InputProcessor(
         tokenizer,
         chat_template_of(tokenizer),
@@ -188,11 +191,12 @@ def _input_processor(
             name=config.model.served_model_name or config.model.model,
             vocab_size=model.vocab_size,
             max_model_len=scheduler.config.max_model_len,
-            eos_token_ids=tuple({*model.eos_token_ids, *tokenizer.eos_token_ids}),
+            eos_token_ids=eos_token_ids,
         ),
         scheduler.why_too_large,
         classes=scheduler.config.classes,
         queue_timeout_s=config.scheduler.queue_timeout_s,
+        new_matcher=lambda structured: grammars.compile(structured).matcher(),
     )
 
 

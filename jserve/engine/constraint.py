@@ -14,7 +14,8 @@ BITS = 32  # of a word: bit v % 32 of word v // 32 is that of token v
 class Matcher(Protocol):
     """Where one output stands in its grammar (text/grammar.py)."""
 
-    error: str
+    @property
+    def error(self) -> str | None: ...
 
     @property
     def is_finished(self) -> bool: ...

@@ -171,8 +171,10 @@ class InputProcessor:
             return None
         matcher = None
         if sampling.structured is not None:
-            if self._new_matcher is None:
-                raise InvalidRequest("structured output is not available here")
+            if self._new_matcher is None or not self.limits.eos_token_ids:
+                raise InvalidRequest(
+                    "structured output needs a model with an EOS token; leave the grammar out"
+                )
             matcher = self._new_matcher(sampling.structured)
         return Constraint(
             self.limits.vocab_size,
