@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.checkpoint.source import Checkpoint
-from jserve.config import EngineConfig, parse_classes, scheduler_config
+from jserve.config import EngineConfig, RunnerSettings, parse_classes, scheduler_config
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, ModelLimits
@@ -46,10 +46,11 @@ from jserve.text.grammar import GrammarCompiler
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Backend, backend_for
 from pallas_kernels.kv_layout import PoolLayout, bytes_per_page
-from scheduler.bucket import Bucket, make_buckets
+from scheduler.bucket import INVARIANT_GROUP, Bucket, make_buckets, make_invariant_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
 from scheduler.scheduler import Scheduler
+from scheduler.step_time import FittedStepTime
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     begin = time.perf_counter()
     logs = _open_logs(config)
+    if config.runner.invariant:
+        config = _with_small_steps(config)
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(config, checkpoint)
@@ -76,7 +79,7 @@ def build_engine(config: EngineConfig) -> Engine:
     layout = head_layout(model, mesh.size)
     platform = jax.default_backend()
     dtype = _dtype(config.model.dtype, platform)
-    backend = _backend(platform, config.runner.attention_backend)
+    backend = _backend(platform, config.runner)
     loop = _layer_loop(config.runner.layer_loop, platform)
     params = load_params(
         checkpoint,
@@ -94,17 +97,19 @@ def build_engine(config: EngineConfig) -> Engine:
         make_sampler_state(limits.max_num_seqs, model.vocab_size, replicated(mesh)),
     )
     _log_memory(params, state, limits)
-    buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
+    buckets = _buckets(config, limits)
     options = StepOptions(
         *(model, mesh, backend, loop, limits.max_pages_per_seq),
         max_tokens=max(bucket.num_tokens for bucket in buckets),
         dtype=dtype,
         processed_logprobs=config.runner.logprobs_mode == "processed",
+        invariant=config.runner.invariant,
     )
     _check_attention(options, layout, buckets, limits.page_size, dtype)
     programs = compile_steps(options, buckets, params, state)
     swap, state = _swap_space(state, limits.num_host_pages, mesh)
-    scheduler = Scheduler(limits, swap_page_s=swap.seconds_per_page if swap else 0.0)
+    swap_page_s = swap.seconds_per_page if swap else 0.0
+    scheduler = Scheduler(limits, FittedStepTime(buckets), swap_page_s)
     metrics = EngineMetrics()
     engine = Engine(
         processor=_input_processor(config, model, tokenizer, scheduler),
@@ -200,11 +205,26 @@ def _input_processor(
     )
 
 
-def _backend(platform: str, requested: str) -> Backend:
+def _with_small_steps(config: EngineConfig) -> EngineConfig:
+    """All steps of an invariant engine cost what the largest does: it need not be larger than
+    decoding all requests takes."""
+    given = config.scheduler
+    enough = max(given.max_num_seqs, INVARIANT_GROUP)
+    fewer = replace(given, max_num_batched_tokens=min(given.max_num_batched_tokens, enough))
+    return replace(config, scheduler=fewer)
+
+
+def _backend(platform: str, settings: RunnerSettings) -> Backend:
     try:
-        return backend_for(platform, requested)
+        backend = backend_for(platform, settings.attention_backend)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}") from error
+    if settings.invariant and backend is not Backend.XLA:
+        raise ConfigError(
+            f"invariant: attention by {backend.value} may depend on what shares a step; add "
+            "--attention_backend=xla"
+        )
+    return backend
 
 
 def _check_attention(
@@ -244,6 +264,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if wanted > most:
         raise ConfigError(f"max_model_len={wanted} is more than the model was made for: {most}")
     return wanted or model.max_position
+
+
+def _buckets(config: EngineConfig, limits: SchedulerConfig) -> list[Bucket]:
+    make = make_invariant_buckets if config.runner.invariant else make_buckets
+    return make(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
 def _scheduler_config(

@@ -70,6 +70,7 @@ class RunnerSettings:
     attention_backend: str = "auto"  # "xla", "mosaic_tpu", "mosaic_gpu"
     layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
+    invariant: bool = False  # tokens and log-probabilities depend on nothing but their sequence
     logprobs_mode: str = "raw"  # of the model's logits; "processed": of what is drawn from
 
 

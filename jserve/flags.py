@@ -77,6 +77,8 @@ HELP: dict[str, dict[str, str]] = {
         "attention_backend": "xla, mosaic_tpu, mosaic_gpu, or auto: what suits the platform.",
         "layer_loop": "switched, unrolled, scanned, or auto: those of CPU, GPU and TPU.",
         "enable_compilation_cache": "Keep compiled programs in --cache_dir for the next start.",
+        "invariant": "Compute each token in the same way, bit for bit, whatever shares its step, "
+        "however its prompt is cut, and whether it was cached: slower (docs/sampling.md).",
         "logprobs_mode": "raw: log-probabilities of the model's own distribution; processed: of "
         "the one that tokens are drawn from, with penalties, temperature and the rest.",
     },

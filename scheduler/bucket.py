@@ -14,6 +14,8 @@ class Bucket(NamedTuple):
 
 
 FEW_ROWS = 4
+# Matmuls take tokens and rows in groups; a group that is not full may be computed in another way.
+INVARIANT_GROUP = 32
 
 
 def _doubling(low: int, high: int) -> list[int]:
@@ -37,6 +39,14 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]
     sizes = _doubling(min(32, max_num_batched_tokens), max_num_batched_tokens)
     mixed = [Bucket(size, max_num_seqs, False) for size in sizes[1:] or sizes]
     return decode + list(dict.fromkeys([Bucket(sizes[0], few_rows, False), *mixed]))
+
+
+def make_invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """Returns the one shape of an engine whose results may not depend on the shape of a step. Every
+    step costs what a full one does: use a small `max_num_batched_tokens`."""
+    sizes = max_num_batched_tokens, max_num_seqs
+    num_tokens, num_rows = (-(-n // INVARIANT_GROUP) * INVARIANT_GROUP for n in sizes)
+    return [Bucket(num_tokens, num_rows, False)]
 
 
 def choose_bucket(buckets: list[Bucket], num_tokens: int, num_rows: int) -> Bucket:

@@ -32,7 +32,7 @@ from jserve.runner.sampling import (
 )
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_paged_attention import api
-from pallas_kernels.ragged_paged_attention.config import AttentionShape
+from pallas_kernels.ragged_paged_attention.config import AttentionShape, aligned_config
 from scheduler.bucket import Bucket
 from scheduler.packer import FROM_DEVICE, Fields, batch_fields, sampling_fields
 
@@ -87,6 +87,7 @@ class StepOptions:
     max_tokens: int  # of the largest bucket
     dtype: jnp.dtype  # of activations
     processed_logprobs: bool = False
+    invariant: bool = False  # a token's bits depend on its own sequence only
 
 
 def why_unsupported(
@@ -194,11 +195,29 @@ def _token_ids(batch: Mapping[str, Array], last_tokens: Int[Array, " slots+1"]) 
     return jnp.concatenate([known, token_ids[count:]])
 
 
+def _token_rows(batch: Mapping[str, Array]) -> list[Array]:
+    """Makes a row of one token of each token of a batch: however its prompt is cut into chunks, a
+    token then is computed in the same way."""
+    token = jnp.arange(batch["positions"].shape[0])
+    num_tokens = batch["cu_q_lens"][-1]
+    is_real = token < num_tokens
+    row = jnp.sum(token[:, None] >= batch["cu_q_lens"][1:], axis=1)
+    row = jnp.minimum(row, batch["kv_lens"].shape[0] - 1)
+    return [
+        jnp.where(is_real, batch["positions"] + 1, 0),
+        batch["page_indices"][row],
+        jnp.minimum(jnp.arange(len(token) + 1, dtype=jnp.int32), num_tokens),
+        jnp.broadcast_to(num_tokens, 3),
+    ]
+
+
 def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array]):
     """Returns the attention of one layer over this batch; with several devices, each does the
     heads that it holds."""
     model, mesh = options.model, options.mesh
     rows = [batch[n] for n in ("kv_lens", "page_indices", "cu_q_lens", "distribution")]
+    if options.invariant:
+        rows = _token_rows(batch)
 
     def attention(q, k, v, kv_pool, layer, sliding_window, *rows):
         return api.ragged_paged_attention(
@@ -213,7 +232,8 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
             soft_cap=model.attn_soft_cap,
             backend=options.backend,
             device_kind=mesh.devices.flat[0].device_kind,
-            decode_only=bucket.decode_only,
+            decode_only=bucket.decode_only or options.invariant,
+            config=aligned_config() if options.invariant else None,
         )
 
     if mesh.size > 1:

@@ -56,11 +56,14 @@ class XlaConfig:
       decode_items: blocks of up to 16 KV tokens met in one iteration of the decode loop.
       prefill_tile: query tokens of one row in one tile of the prefill path.
       prefill_block: KV tokens met by a tile in one iteration.
+      aligned: no iteration of the decode loop has blocks of two rows, so that a row's sums are
+        grouped by its own length alone: the same bits, whatever else is in the call.
     """
 
     decode_items: int
     prefill_tile: int
     prefill_block: int
+    aligned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,11 @@ def xla_config(shape: AttentionShape) -> XlaConfig:
         prefill_tile=min(128, -(-shape.num_tokens // 8) * 8),
         prefill_block=max(128, shape.page_size),
     )
+
+
+def aligned_config() -> XlaConfig:
+    """Returns the block sizes of decode rows whose bits depend on no other row."""
+    return XlaConfig(decode_items=16, prefill_tile=8, prefill_block=128, aligned=True)
 
 
 def gpu_config(shape: AttentionShape, device_kind: str) -> GpuConfig:

@@ -42,7 +42,7 @@ def attend(
     span = min(num_rows, num_tokens)
     out = decode(
         q[:span], kv_pool, layer, jnp.where(is_decode, kv_lens, 0)[:span], page_indices[:span],
-        num_items=config.decode_items, **common,
+        num_items=config.decode_items, aligned=config.aligned, **common,
     ).astype(q.dtype)  # fmt: skip
     if decode_only:
         return out.reshape(shape), kv_pool

@@ -19,11 +19,15 @@ _EXACT = lax.Precision.HIGHEST
 _barrier = lax.optimization_barrier  # keeps small index or mask work out of the large fusions
 
 
-def decode(q, kv_pool, layer, kv_lens, page_indices, *, window, soft_cap, sinks, num_items):
+def decode(
+    q, kv_pool, layer, kv_lens, page_indices, *,
+    window, soft_cap, sinks, num_items, aligned=False,
+):  # fmt: skip
     """Attends one query per row. q `[S, N, H]` -> f32 `[S, N, H]`; rows with kv_len 0 give zero.
 
     kv_lens i32[S]; page_indices i32[S, J]; `window` i32 scalar, 0 for all; sinks f32[K, G] or None;
-    `num_items` is W, the static number of work items in one iteration.
+    `num_items` is W, the static number of work items in one iteration; where `aligned`, each row
+    has a multiple of W, some of them beyond its blocks.
     """
     num_rows, num_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads = kv_pool.shape[1], kv_pool.shape[2], kv_pool.shape[3] // 2
@@ -36,6 +40,8 @@ def decode(q, kv_pool, layer, kv_lens, page_indices, *, window, soft_cap, sinks,
 
     first = jnp.where(window > 0, jnp.maximum(kv_lens - window, 0), 0)
     counts = -(-kv_lens // block) - first // block
+    if aligned:
+        counts = -(-counts // num_items) * num_items
     ends = jnp.cumsum(counts)  # item i belongs to the first row whose end lies above i
     offsets = first // block - (ends - counts)  # item -> number of the block in its row
 
