@@ -71,10 +71,16 @@ def write_chain_model(
     return TinyModel(folder, token_ids)
 
 
-def write_random_model(folder: Path) -> TinyModel:
-    """Writes a model of random weights, whose output depends on every token before it."""
-    token_ids = _write_tokenizer(folder, (), ())
-    _write_model(folder, _weights(np.random.default_rng(7)), [])
+def write_random_model(
+    folder: Path, *, eos: Sequence[str] = (), poison: Mapping[int, float] | None = None
+) -> TinyModel:
+    """Writes a model of random weights, whose output depends on every token before it. All numbers
+    of the embeddings of the token ids in `poison` are what that says."""
+    token_ids = _write_tokenizer(folder, eos, eos)
+    weights = _weights(np.random.default_rng(7))
+    for token_id, number in (poison or {}).items():
+        weights["model.embed_tokens.weight"][token_id] = number
+    _write_model(folder, weights, [token_ids[name] for name in eos])
     return TinyModel(folder, token_ids)
 
 

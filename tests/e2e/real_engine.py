@@ -26,7 +26,6 @@ from jserve.llm import LLM, engine_config
 from jserve.offline import RequestOutput
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
-from scheduler.bucket import make_buckets
 from scheduler.packer import PackedBatch, Packer
 from scheduler.scheduler import Scheduler
 from tests.e2e.chain_model import TinyModel, write_chain_model, write_random_model
@@ -40,6 +39,9 @@ SETTINGS = {
     "kv_memory_bytes": 2 * 2**20,
     "served_model_name": "tiny",
 }
+SIXTEEN = {"max_num_seqs": 16, "max_num_batched_tokens": 128}  # the settings of that model
+INVARIANT = SIXTEEN | {"invariant": True}
+POISON = {251: float("nan"), 252: float("inf")}  # token ids and what their embeddings hold
 EOS = ("<eos a>", "<eos b>")
 END_OF_TURN = "<|im_end|>"  # a special token, but no EOS
 WALKS = (
@@ -54,12 +56,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @cache
 def model(kind: str) -> TinyModel:
-    """The "chain" or the "random" model; its folder lives as long as the process."""
+    """The "chain" or the "random" model; "sixteen" and "invariant", random ones with EOS ids and
+    more rows; or "poisoned", a random one with tokens that break it. Its folder lives as long as
+    the process."""
     folder = tempfile.TemporaryDirectory(prefix="jserve-tiny-")
     _folders.append(folder)
     path = Path(folder.name)
     if kind == "chain":
         return write_chain_model(path, WALKS, special=(*EOS, END_OF_TURN), eos=EOS)
+    if kind == "poisoned":
+        return write_random_model(path, poison=POISON)
+    if kind in ("sixteen", "invariant"):
+        return write_random_model(path, eos=EOS)
     return write_random_model(path)
 
 
@@ -68,7 +76,8 @@ _folders: list[tempfile.TemporaryDirectory] = []
 
 @cache
 def _built(kind: str, role: str) -> Engine:
-    return build_engine(engine_config(model=str(model(kind).folder), **SETTINGS))
+    settings = SETTINGS | {"sixteen": SIXTEEN, "invariant": INVARIANT}.get(kind, {})
+    return build_engine(engine_config(model=str(model(kind).folder), **settings))
 
 
 class _Turn:
@@ -120,7 +129,7 @@ def arranged(
             new_matcher=built.processor._new_matcher,
         ),
         scheduler=scheduler,
-        packer=Packer(config, make_buckets(base.max_num_seqs, base.max_num_batched_tokens)),
+        packer=Packer(config, built._packer.buckets),
         runner=_Turn(built),
         metrics=EngineMetrics(),
         overlap=overlap,
