@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast, get_args
 
 import jax
@@ -122,12 +123,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     on_each_compilation(metrics.on_compilation)
     give_back_memory()
-    log.info(
-        "engine built in %.2f s: weights %.2f s, the rest %.2f s",
-        time.perf_counter() - begin,
-        loaded - begin,
-        time.perf_counter() - loaded,
-    )
+    _log_times(begin, loaded)
     return engine
 
 
@@ -189,6 +185,8 @@ def _input_processor(
 ) -> InputProcessor:
     eos_token_ids = tuple({*model.eos_token_ids, *tokenizer.eos_token_ids})
     grammars = GrammarCompiler(tokenizer, model.vocab_size, eos_token_ids)
+    if eos_token_ids:  # it takes up to a second, and few need it at once
+        Thread(target=grammars.warm_up, name="jserve-vocabulary", daemon=True).start()
     return InputProcessor(
         tokenizer,
         chat_template_of(tokenizer),
@@ -323,6 +321,12 @@ def _swap_space(
     programs = compile_page_copies(mesh, state.kv_pool)
     swap = SwapSpace(mesh, state.kv_pool, *programs, num_host_pages)
     return swap, state._replace(kv_pool=swap.warm_up(state.kv_pool))
+
+
+def _log_times(begin: float, loaded: float) -> None:
+    now = time.perf_counter()
+    times = now - begin, loaded - begin, now - loaded
+    log.info("engine built in %.2f s: weights %.2f s, the rest %.2f s", *times)
 
 
 def _log_memory(params, state: StepState, limits: SchedulerConfig) -> None:

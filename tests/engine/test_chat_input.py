@@ -144,7 +144,7 @@ def test_a_form_that_the_caller_gives_is_the_form_of_the_whole_answer(chat):
 
 
 def test_a_prepared_chat_shows_its_markers_and_has_the_form_of_a_call(chat, tokenizer):
-    limits = ModelLimits("tiny", 384, 4096, ())
+    limits = ModelLimits("tiny", 384, 4096, (1,))
     forms = []
     processor = InputProcessor(
         tokenizer,
