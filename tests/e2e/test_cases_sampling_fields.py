@@ -92,11 +92,6 @@ PROBES = {
     ),
     "n": (3, HOT, lambda _, changed: len({tuple(c.token_ids) for c in changed.outputs}) == 3),
     "best_of": (3, HOT, lambda _, changed: changed.usage.completion_tokens == 36),
-    "structured": (
-        StructuredOutput(GrammarKind.REGEX, "[0-9]{5}"),
-        GREEDY,
-        lambda _, changed: len(text(changed)) == 5 and text(changed).isdecimal(),
-    ),
     "max_tokens": (3, {"temperature": 0.0}, lambda _, changed: len(ids(changed)) == 3),
     "logprobs": (
         2,
@@ -129,6 +124,12 @@ CHAIN_PROBES = {
         [B],
         GREEDY | {"stop": "blue"},
         lambda p, c: (text(p), text(c)) == ("redgreen", "redgreenblue"),
+    ),
+    "structured": (
+        StructuredOutput(GrammarKind.REGEX, "[0-9]{5}"),
+        [ord("b")],
+        GREEDY,
+        lambda p, c: not text(p)[0].isdecimal() and len(text(c)) == 5 and text(c).isdecimal(),
     ),
     "stop_token_ids": (
         (ord("e"),),
