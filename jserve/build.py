@@ -184,7 +184,15 @@ def _input_processor(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, scheduler: Scheduler
 ) -> InputProcessor:
     eos_token_ids = tuple({*model.eos_token_ids, *tokenizer.eos_token_ids})
-    grammars = GrammarCompiler(tokenizer, model.vocab_size, eos_token_ids)
+    limits = config.grammar
+    grammars = GrammarCompiler(
+        tokenizer,
+        model.vocab_size,
+        eos_token_ids,
+        max_bytes=limits.max_grammar_bytes,
+        timeout_s=limits.grammar_timeout_s,
+        cache_size=limits.grammar_cache_size,
+    )
     if eos_token_ids:  # it takes up to a second, and few need it at once
         Thread(target=grammars.warm_up, name="jserve-vocabulary", daemon=True).start()
     return InputProcessor(

@@ -75,6 +75,13 @@ class RunnerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSettings:
+    max_grammar_bytes: int = 2**17  # of one schema, regex or grammar
+    grammar_timeout_s: float = 1.5  # longest that one may take to compile
+    grammar_cache_size: int = 64  # compiled ones that are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 50051
@@ -100,6 +107,7 @@ class EngineConfig:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     runner: RunnerSettings = field(default_factory=RunnerSettings)
+    grammar: GrammarSettings = field(default_factory=GrammarSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     log: LogSettings = field(default_factory=LogSettings)
 

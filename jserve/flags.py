@@ -82,6 +82,11 @@ HELP: dict[str, dict[str, str]] = {
         "logprobs_mode": "raw: log-probabilities of the model's own distribution; processed: of "
         "the one that tokens are drawn from, with penalties, temperature and the rest.",
     },
+    "grammar": {
+        "max_grammar_bytes": "Largest schema, regex or grammar of a request.",
+        "grammar_timeout_s": "Longest that one may take to compile; then its request is refused.",
+        "grammar_cache_size": "Compiled grammars that are kept for requests that repeat them.",
+    },
     "server": {
         "host": "Address to listen on. There is no authentication: open it to trusted networks "
         "only.",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from jserve import build
 from jserve.build import build_engine
 from jserve.errors import ConfigError
 from jserve.llm import engine_config
@@ -15,6 +17,7 @@ from jserve.runner.platform import set_compiler_flags
 from pallas_kernels.ragged_paged_attention import reference
 from scheduler.config import RequestClass
 from tests.e2e.real_engine import SETTINGS, model
+from tests.engine.tiny import byte_tokenizer
 
 LIBTPU_FLAG = "--xla_tpu_impure_enable_large_2nd_minor_layout"
 
@@ -94,6 +97,17 @@ def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(
     engine.close()
     assert json.loads(steps.read_text().splitlines()[0])["step_log"] == 1
     assert json.loads(requests.read_text())["finish_reason"] == "abort"
+
+
+def test_limits_of_grammars_reach_their_compiler(monkeypatch):
+    made = {}
+    monkeypatch.setattr(build, "GrammarCompiler", lambda *_, **limits: made.update(limits))
+    config = engine_config(max_grammar_bytes=9, grammar_timeout_s=0.5, grammar_cache_size=3)
+    rules = SimpleNamespace(max_model_len=64, classes=())
+    model = SimpleNamespace(vocab_size=256, eos_token_ids=())
+    scheduler = SimpleNamespace(config=rules, why_too_large=None)
+    build._input_processor(config, model, byte_tokenizer(), scheduler)
+    assert made == {"max_bytes": 9, "timeout_s": 0.5, "cache_size": 3}
 
 
 def test_a_swap_space_below_one_page_is_refused_with_what_a_page_needs():
