@@ -1,16 +1,16 @@
 """Picks the next token of each row from its logits. Knows rows of numbers, not requests.
 
-Order of operations, as in Hugging Face and vLLM: bias, repetition penalty, presence and frequency
-penalties, mask of allowed tokens, temperature, top-k, top-p, min-p, draw. Nothing here sorts the
-vocabulary; what a batch does not ask for is skipped at run time by `lax.cond`, so that there is one
-program. S rows, V vocabulary, W = ceil(V / 32) words of a mask, B entries of a bias.
+Order of operations, that of Hugging Face's processors with OpenAI's penalties put in: bias,
+repetition penalty, presence and frequency penalties, mask of allowed tokens, temperature, top-k,
+top-p, min-p, draw. (vLLM differs in one: its min-p comes before top-k and top-p.) Nothing here
+sorts the vocabulary; what a batch does not ask for is skipped at run time by conditionals, so that
+there is one program. S rows, V vocabulary, W = ceil(V / 32) words of a mask, B entries of a bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,12 +20,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jserve.sampling_params import MAX_LOGPROBS
 from scheduler.packer import BAD_TOKEN, Wants
 
-MIN_TEMPERATURE = 1e-5  # smaller ones are as good as greedy, and would overflow
+MIN_TEMPERATURE = 1e-5  # smaller ones are greedy: they would overflow
 # An entry of the token counts: how often the output has the token, and whether the prompt has it.
 MAX_COUNT, IN_PROMPT = 2**14 - 1, 2**14
 _DRAW_BLOCK = 256
 _VALUE_STEPS, _LEAST_GUESS = 16, -128.0  # exp of less is 0 in float32
-_EDITS = (Wants.PENALTIES, Wants.BIAS, Wants.MASK)
+_EDITS = Wants.PENALTIES | Wants.BIAS | Wants.MASK
 
 
 class Logprobs(NamedTuple):
@@ -73,35 +73,40 @@ def sample(
     def plain() -> Sampled:
         return Sampled(_checked(*argmax(logits)), nothing)
 
+    def random() -> Sampled:
+        return Sampled(_checked(*_drawn(logits, batch)[:2]), nothing)
+
     def full() -> Sampled:
-        x = _if(wants, _EDITS, lambda: edit(logits, batch, edits), logits)
-        greedy, best = argmax(x)
-        random = batch["temperature"] > 0
+        x = _if(wants, _EDITS, lambda: edit(logits, batch, edits), lambda: logits)
 
-        def drawn() -> tuple[Array, Array]:
-            cut = _cut(x, batch, wants)
-            token_ids = draw(cut, batch["seed"], batch["sample_positions"])
+        def drawn() -> tuple[Array, Array, Array]:
+            token_ids, best, cut = _drawn(x, batch)
             # Without a use of `cut`, no copy of it leaves this branch.
-            final = jnp.where(random[:, None], cut, x) if processed_logprobs else logits[:, :0]
-            return jnp.where(random, token_ids, greedy), final
+            return token_ids, best, cut if processed_logprobs else logits[:, :0]
 
-        undrawn = greedy, x if processed_logprobs else logits[:, :0]
-        token_ids, final = _if(wants, (Wants.RANDOM,), drawn, undrawn)
+        def greedy() -> tuple[Array, Array, Array]:
+            return *argmax(x), x if processed_logprobs else logits[:, :0]
+
+        token_ids, best, final = _if(wants, Wants.RANDOM, drawn, greedy)
         source = final if processed_logprobs else logits
-        of_tokens = _if(wants, (Wants.LOGPROBS,), lambda: logprobs_of(source, token_ids), nothing)
+        of_tokens = _if(
+            wants, Wants.LOGPROBS, lambda: logprobs_of(source, token_ids), lambda: nothing
+        )
         return Sampled(_checked(token_ids, best), of_tokens)
 
-    return jax.lax.cond(wants == 0, plain, full)
+    # One conditional, not a nest of them: a GPU's host waits for the predicate of each.
+    is_random_only = (wants & ~(Wants.RANDOM | Wants.TRUNCATION)) == 0
+    branch = jnp.where(wants == 0, 0, jnp.where(is_random_only, 1, 2))
+    return jax.lax.switch(branch, [plain, random, full])
 
 
-def _if(wants: Int[Array, ""], any_of: tuple[Wants, ...], then, otherwise):
-    """Returns then() in a batch in which any row wants any of those, and else `otherwise`."""
-    mask = reduce(or_, any_of)
-    return jax.lax.cond((wants & mask) != 0, then, lambda: otherwise)
+def _if(wants: Int[Array, ""], any_of: Wants, then, otherwise):
+    """Returns then() in a batch in which any row wants any of those, and else otherwise()."""
+    return jax.lax.cond((wants & any_of) != 0, then, otherwise)
 
 
 def _checked(token_ids: Int[Array, " S"], best: Float[Array, " S"]) -> Int[Array, " S"]:
-    """A row whose largest logit is not finite has a NaN, an infinity, or nothing that may come."""
+    """A row whose best logit is not finite has a NaN, an infinity, or nothing that may come."""
     return jnp.where(jnp.isfinite(best), token_ids, BAD_TOKEN)
 
 
@@ -110,14 +115,14 @@ def edit(
 ) -> Float[Array, "S V"]:
     """Returns the logits with bias, penalties and mask, in that order."""
     wants = batch["wants"][0]
-    x = _if(wants, (Wants.BIAS,), lambda: add_bias(logits, edits.bias_ids, edits.bias), logits)
-    x = _if(wants, (Wants.PENALTIES,), lambda: penalize(x, edits.counts[batch["slots"]], batch), x)
-    return _if(
-        wants,
-        (Wants.MASK,),
-        lambda: jnp.where(unpack_mask(edits.allowed, x.shape[1]), x, -jnp.inf),
-        x,
-    )
+    x = logits
+    for want, change in (
+        (Wants.BIAS, lambda x: add_bias(x, edits.bias_ids, edits.bias)),
+        (Wants.PENALTIES, lambda x: penalize(x, edits.counts[batch["slots"]], batch)),
+        (Wants.MASK, lambda x: mask(x, edits.allowed)),
+    ):
+        x = _if(wants, want, partial(change, x), lambda x=x: x)
+    return x
 
 
 def add_bias(
@@ -148,31 +153,43 @@ def count_tokens(
     return counts.at[slots, token_ids].set(jnp.where(is_full, old, old + 1))
 
 
+def mask(x: Float[Array, "S V"], words: UInt[Array, "S W"]) -> Float[Array, "S V"]:
+    """Excludes what has no bit in `words`, but hides neither a NaN nor an infinity."""
+    return jnp.where(unpack_mask(words, x.shape[1]) | ~(x < jnp.inf), x, -jnp.inf)
+
+
 def unpack_mask(words: UInt[Array, "S W"], V: int) -> Bool[Array, "S V"]:
     bits = (words[:, :, None] >> jnp.arange(32, dtype=words.dtype)) & 1
     return bits.reshape(words.shape[0], -1)[:, :V] != 0
 
 
 def argmax(x: Float[Array, "S V"]) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """Returns the first index of each row's maximum, 0 in a row with a NaN, and the maximum.
+    """Returns the first index of each row's maximum, and the maximum; 0 and NaN in a row that has a
+    NaN or +inf.
 
-    Two plain reductions, which XLA vectorises on a CPU, in place of its scalar loop over pairs.
+    Two plain reductions, which XLA vectorises on a CPU, in place of its scalar loop over pairs. The
+    first does not see every NaN there: of wide rows XLA makes a maximum that drops them.
     """
     V = x.shape[1]
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     largest = x.max(axis=1, keepdims=True)
-    first = jnp.where(x == largest, index, V).min(axis=1)
-    return jnp.where(first < V, first, 0), largest[:, 0]
+    first = jnp.where(x < jnp.inf, jnp.where(x == largest, index, V), -1).min(axis=1)
+    return jnp.maximum(first, 0), jnp.where(first < 0, jnp.nan, largest[:, 0])
 
 
-def _cut(
-    x: Float[Array, "S V"], batch: Mapping[str, Array], wants: Int[Array, ""]
-) -> Float[Array, "S V"]:
-    """What is drawn from: at most 0, 0 in each row, and -inf where excluded."""
-    x = x - x.max(axis=1, keepdims=True)
-    x = x / jnp.maximum(batch["temperature"], MIN_TEMPERATURE)[:, None]
-    cuts = (batch[name] for name in ("top_k", "top_p", "min_p"))
-    return _if(wants, (Wants.TRUNCATION,), lambda: truncate(x, *cuts), x)
+def _drawn(
+    x: Float[Array, "S V"], batch: Mapping[str, Array]
+) -> tuple[Int[Array, " S"], Float[Array, " S"], Float[Array, "S V"]]:
+    """Returns a token per row, the best logit, and what the token was chosen from: of a greedy row
+    x, and else what draws are made from: at most 0, 0 in each row, and -inf where excluded."""
+    temperature = batch["temperature"]
+    is_random = temperature >= MIN_TEMPERATURE
+    greedy, best = argmax(x)
+    cut = (x - best[:, None]) / jnp.where(is_random, temperature, 1.0)[:, None]
+    cuts = partial(truncate, cut, *(batch[name] for name in ("top_k", "top_p", "min_p")))
+    cut = _if(batch["wants"][0], Wants.TRUNCATION, cuts, lambda: cut)
+    token_ids = jnp.where(is_random, draw(cut, batch["seed"], batch["sample_positions"]), greedy)
+    return token_ids, best, jnp.where(is_random[:, None], cut, x)
 
 
 def draw(
