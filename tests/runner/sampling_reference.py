@@ -1,5 +1,5 @@
-"""The sampler's pipeline in numpy float64, one row at a time and with sorts, and rows packed for the
-device. Shares no code with what it judges."""
+"""The sampler's pipeline in numpy float64, one row at a time and with sorts, and rows packed for
+the device. Shares no code with what it judges."""
 
 from __future__ import annotations
 
