@@ -70,8 +70,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     begin = time.perf_counter()
     logs = _open_logs(config)
-    if config.runner.invariant:
-        config = _with_small_steps(config)
+    config = _with_small_steps(config) if config.runner.invariant else config
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(config, checkpoint)
@@ -109,8 +108,8 @@ def build_engine(config: EngineConfig) -> Engine:
     _check_attention(options, layout, buckets, limits.page_size, dtype)
     programs = compile_steps(options, buckets, params, state)
     swap, state = _swap_space(state, limits.num_host_pages, mesh)
-    swap_page_s = swap.seconds_per_page if swap else 0.0
-    scheduler = Scheduler(limits, FittedStepTime(buckets), swap_page_s)
+    step_time = FittedStepTime(buckets)
+    scheduler = Scheduler(limits, step_time, swap.seconds_per_page if swap else 0.0)
     metrics = EngineMetrics()
     engine = Engine(
         processor=_input_processor(config, model, tokenizer, scheduler),

@@ -38,12 +38,7 @@ def decode(
     # Heads are in (g, k) order in here: all K of a block are then read in one sweep.
     queries = q.astype(jnp.float32).reshape(num_rows, num_kv_heads, group, head_dim).swapaxes(1, 2)
 
-    first = jnp.where(window > 0, jnp.maximum(kv_lens - window, 0), 0)
-    counts = -(-kv_lens // block) - first // block
-    if aligned:
-        counts = -(-counts // num_items) * num_items
-    ends = jnp.cumsum(counts)  # item i belongs to the first row whose end lies above i
-    offsets = first // block - (ends - counts)  # item -> number of the block in its row
+    first, ends, offsets = _work_items(kv_lens, window, block, num_items if aligned else 1)
 
     def body(state):
         item, best, total, acc = state
@@ -90,6 +85,17 @@ def decode(
     _, _, total, acc = lax.while_loop(lambda state: state[0] < ends[-1], body, state)
     out = acc / jnp.where(total == 0, 1, total)[..., None]
     return out.reshape(num_rows, group, num_kv_heads, head_dim).swapaxes(1, 2).reshape(q.shape)
+
+
+def _work_items(kv_lens, window, block, multiple):
+    """Returns i32[S] each: a row's first token in the window; where its items end, item i being of
+    the first row whose end lies above i; and what makes an item the number of a block in its row.
+    """
+    first = jnp.where(window > 0, jnp.maximum(kv_lens - window, 0), 0)
+    counts = -(-kv_lens // block) - first // block
+    counts = -(-counts // multiple) * multiple
+    ends = jnp.cumsum(counts)
+    return first, ends, first // block - (ends - counts)
 
 
 def _lanes(head_dim: int) -> int:
