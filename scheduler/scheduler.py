@@ -3,7 +3,7 @@ counts: not arrays on devices, not text."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +20,7 @@ from scheduler.preemption import Preemption
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.slots import Slots
 from scheduler.step_time import FittedStepTime, StepTime
+from scheduler.victims import Victims
 
 MAX_BACKOFF = 4  # a request preempted so often needs 2 ** MAX_BACKOFF times the usual spare pages
 
@@ -57,10 +58,10 @@ class Scheduler:
         self.waiting = Admission(config, self.pages)
         self.running: dict[Request, None] = {}  # in order of admission
         self.composer = Composer(config, self.slots, self.pages, self.waiting, self.budgeter)
-        self._priorities = Counter[int]()  # of those that run
+        self.victims = Victims(config, self.slots, self.running)
         self._in_flight: deque[StepPlan] = deque()
         self._deadlines = Deadlines()
-        self._started_now: set[Request] = set()  # by the step that is being planned
+        self._started_now: set[Request] = set()  # by the step being planned: pages may be coming in
         self.is_blocked = False  # nobody can start until a request comes, leaves or is computed
 
     # ---- in and out -------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class Scheduler:
             rows = self.slots.decoding()
             if self.pages.grow(rows):
                 return rows
-            self._preempt(self._choose_victim(), "no free page")
+            self._preempt(self.victims.choose(), "no free page")
 
     def update(self, plan: StepPlan, token_ids: Sequence[int] | None) -> list[NewToken]:
         """Takes in what the oldest step in flight sampled, row by row, and ends the requests that
@@ -252,7 +253,7 @@ class Scheduler:
         """Starts the first waiting request if there is room, or if less urgent ones can make it."""
         most = min(max_running, self.config.max_num_seqs)
         is_full = len(self.running) >= most
-        if is_full and not any(map(self._is_any_less_urgent, self.waiting.candidates(now))):
+        if is_full and not any(map(self.victims.is_any_less_urgent, self.waiting.candidates(now))):
             self.is_blocked = True
             return None
         request = self.waiting.first(now)
@@ -260,7 +261,9 @@ class Scheduler:
             self.is_blocked = request is None
             return None
         while len(self.running) >= most or not self.pages.start(request, self._spare_for(request)):
-            victim = self._less_urgent_than(request, now)
+            lacking = self.pages.pages_for(request.num_tokens) + self._spare_for(request)
+            lacking -= self.cache.num_available
+            victim = self.victims.less_urgent_than(request, now, lacking, self._started_now)
             if victim is None:
                 self.is_blocked = True
                 return None
@@ -276,7 +279,7 @@ class Scheduler:
         if self.waiting.queue.preempts:  # the most urgent one has the first piece of each step
             prefilling.sort(key=lambda r: r.priority)
         self.composer.prefilling = dict.fromkeys(prefilling)
-        self._priorities[request.priority] += 1
+        self.victims.on_start(request)
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
@@ -292,41 +295,6 @@ class Scheduler:
         spare = len(self.running) << min(request.num_preemptions, MAX_BACKOFF)
         spare += int(self.config.watermark * self.pool.num_usable)
         return min(spare, self.pool.num_usable - self.pages.pages_for(request.num_tokens))
-
-    def _is_any_less_urgent(self, request: Request) -> bool:
-        if not self.waiting.queue.preempts:
-            return False
-        return max(self._priorities, default=request.priority) > request.priority
-
-    def _less_urgent_than(self, request: Request, now: float) -> Request | None:
-        """The running request that has to make room for an urgent one, if that is enough. One that
-        has waited as long as any may is left alone, and so is one whose pages are on their way in.
-        """
-        if not self._is_any_less_urgent(request):
-            return None
-        limit = self.config.max_starvation_s
-        victims = [
-            r
-            for r in self.running
-            if r.priority > request.priority
-            and now - r.arrival_time < limit
-            and r not in self._started_now
-        ]
-        held = sum(int(self.slots.num_pages[r.slot]) for r in victims)
-        needed = self.pages.pages_for(request.num_tokens) + self._spare_for(request)
-        if not victims or held + self.cache.num_available < needed:
-            return None
-        return max(victims, key=self._readiness_to_give_way)
-
-    def _choose_victim(self) -> Request:
-        """The least urgent running request, and of those the one that loses the least work.
-
-        The one with the most work is never chosen before the others, so it ends: no livelock.
-        """
-        return max(self.running, key=self._readiness_to_give_way)
-
-    def _readiness_to_give_way(self, request: Request) -> tuple[int, int, float]:
-        return request.priority, -int(self.slots.num_computed[request.slot]), request.arrival_time
 
     def _preempt(self, request: Request, why: str) -> None:
         """Sends a running request back to the queue; all of its tokens will be recomputed, those
@@ -351,9 +319,7 @@ class Scheduler:
         del self.running[request]
         self.is_blocked = False
         self.composer.prefilling.pop(request, None)
-        self._priorities[request.priority] -= 1
-        if not self._priorities[request.priority]:
-            del self._priorities[request.priority]
+        self.victims.on_leave(request)
         self.waiting.stop(request)
         return in_flight
 
@@ -374,7 +340,7 @@ class Scheduler:
         owners = [owner for owner in self.slots.owners.tolist() if owner is not None]
         assert set(owners) == set(self.running), "slots and running requests disagree"
         assert len(owners) + self.slots.num_free == self.config.max_num_seqs, "slots leak"
-        assert sum(self._priorities.values()) == len(owners), "priorities are miscounted"
+        assert self.victims.priorities.total() == len(owners), "priorities are miscounted"
         for request in owners:
             assert request.status == RequestStatus.RUNNING, f"{request.request_id} is not running"
         on_host = [r.host_pages for r in self.waiting if r.host_pages is not None]
