@@ -57,6 +57,14 @@ class Composer:
             ttft_slack_s=self._waiting.ttft_slack_s(now, self.prefilling),
         )
 
+    def enlist(self, request: Request, is_next: bool = False) -> None:
+        """Lists a running request as one with tokens to compute: behind the others, or before those
+        that are no more urgent."""
+        requests = [request, *self.prefilling] if is_next else [*self.prefilling, request]
+        if self._waiting.queue.preempts:  # the most urgent one has the first piece of each step
+            requests.sort(key=lambda r: r.priority)
+        self.prefilling = dict.fromkeys(requests)
+
     def for_long(self, budget: int) -> int:
         """The tokens that long prompts may take before others had their turn."""
         return max(int(budget * self._config.long_prompt_share), 1)

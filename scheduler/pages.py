@@ -78,6 +78,16 @@ class RequestPages:
         table.num_pages[lacking] += 1
         return True
 
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Makes sure that a running request has pages for so many tokens; False, and no change,
+        when there are too few."""
+        lacking = self.pages_for(num_tokens) - int(self._slots.num_pages[request.slot])
+        pages = self.cache.allocate(max(lacking, 0))
+        if pages is None:
+            return False
+        self._slots.add_pages(np.array([request.slot]), np.array([len(pages)]), pages)
+        return True
+
     def offer(self, request: Request) -> None:
         """Enters the pages of a running request that are full, and whose ids are known, in the
         prefix cache."""

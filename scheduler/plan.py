@@ -56,6 +56,18 @@ class StepPlan:
     def num_chunks(self) -> int:
         return len(self.requests) - self.num_decodes
 
+    def samples_for(self, request: Request) -> bool:
+        return request in self.requests and bool(self.samples[self.requests.index(request)])
+
+    def void(self, request: Request) -> bool:
+        """Lets nobody read what the step samples for a request; returns whether it did sample."""
+        if not self.samples_for(request):
+            return False
+        self.samples = self.samples.copy()  # steps may share it
+        self.samples[self.requests.index(request)] = False
+        self.ending = [other for other in self.ending if other is not request]
+        return True
+
     def sampling(self) -> Iterator[tuple[Request, bool]]:
         """Yields each row's request and whether the row samples."""
         return zip(self.requests, self.samples.tolist(), strict=True)

@@ -122,6 +122,16 @@ class Request:
         ids = self.output_token_ids[max(start - num_prompt, 0) : stop - num_prompt]
         return ids if start >= num_prompt else [*self.prompt_token_ids[start:], *ids]
 
+    def cut(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Returns those of `token_ids` that its output may still take, up to a stop token or
+        max_tokens, and why it ends with them, if it does."""
+        room = self.sampling.max_tokens - len(self.output_token_ids)
+        ids = list(token_ids[:room])
+        for count, token_id in enumerate(ids, 1):
+            if token_id in self.sampling.stop_token_ids:
+                return ids[:count], FinishReason.STOP
+        return ids, FinishReason.LENGTH if len(ids) == room else None
+
     def known_bytes(self) -> bytes:
         """Returns all known ids in the form that the prefix cache compares."""
         if self._prompt_bytes is None:

@@ -198,6 +198,32 @@ class Scheduler:
                 self.finish(request, FinishReason.LENGTH)
         return new_tokens
 
+    def extend(self, request: Request, token_ids: Sequence[int]) -> int:
+        """Appends ids that are certain, such as those that a grammar leaves no choice about, to the
+        output of a request that decodes. What steps in flight sample for it counts no more, and the
+        KV of the ids is computed like that of a prompt, which gives the token after them.
+
+        A stop token among the ids, or the last one of max_tokens, ends the request at once; those
+        behind it are dropped. Returns how many were appended: 0, and no change, while the request
+        does not decode or the pool has too few pages; it then goes on token by token.
+        """
+        if request.status != RequestStatus.RUNNING or request in self.composer.prefilling:
+            return 0
+        ids, reason = request.cut(token_ids)
+        num_tokens = request.num_known_tokens + len(ids)
+        if not ids or (reason is None and not self.pages.reserve(request, num_tokens)):
+            return 0
+        num_void = sum(plan.void(request) for plan in self._in_flight)
+        self.waiting.queue.on_served(request, 0, max(len(ids) - num_void, 0))  # counts only rise
+        self.slots.extend(request, len(ids))
+        request.output_token_ids += ids
+        request.num_output_tokens += len(ids)
+        if reason is None:
+            self.composer.enlist(request, is_next=True)
+        else:
+            self.finish(request, reason)
+        return len(ids)
+
     def _update_counts(self, plan: StepPlan) -> None:
         if self.waiting.num_preempted:
             for request, samples in plan.sampling():
@@ -275,10 +301,7 @@ class Scheduler:
         )
         self.running[request] = None
         self._started_now.add(request)
-        prefilling = [*self.composer.prefilling, request]
-        if self.waiting.queue.preempts:  # the most urgent one has the first piece of each step
-            prefilling.sort(key=lambda r: r.priority)
-        self.composer.prefilling = dict.fromkeys(prefilling)
+        self.composer.enlist(request)
         self.victims.on_start(request)
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
@@ -309,11 +332,7 @@ class Scheduler:
     def _leave_device(self, request: Request) -> int:
         """Takes a request off the device; returns how many of its tokens are in flight."""
         num_tokens = int(self.slots.num_tokens[request.slot])
-        in_flight = sum(
-            bool(plan.samples[plan.requests.index(request)])
-            for plan in self._in_flight
-            if request in plan.requests
-        )
+        in_flight = sum(plan.samples_for(request) for plan in self._in_flight)
         request.num_output_tokens = num_tokens - request.num_prompt_tokens - in_flight
         self.pages.leave(request)
         del self.running[request]

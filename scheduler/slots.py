@@ -58,6 +58,14 @@ class Slots:
         self._free.append(slot)
         request.slot = -1
 
+    def extend(self, request: Request, num_more: int) -> None:
+        """Replaces the tokens in flight of a request that decodes by `num_more` known ones, to be
+        computed like a prompt. KV of those in flight does not count: it is written once more."""
+        slot, num_known = request.slot, request.num_known_tokens
+        self.num_computed[slot] = min(self.num_computed[slot], num_known)
+        self.num_tokens[slot] = num_known + num_more
+        self.is_decoding[slot] = False
+
     def pages(self, request: Request) -> np.ndarray:
         """Returns the pages of a running request, i32[n], to be read at once."""
         pages: np.ndarray = self.page_table[request.slot, : self.num_pages[request.slot]]

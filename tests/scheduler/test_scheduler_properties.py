@@ -7,57 +7,24 @@ import math
 from collections import Counter, deque
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scheduler.bucket import make_buckets
-from scheduler.config import RequestClass, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.packer import Packer
-from scheduler.policy import POLICIES
 from scheduler.request import BAD_TOKEN, FinishReason, Request, RequestStatus, SamplingView
 from scheduler.scheduler import Scheduler
-from scheduler.step_shape import StepShape
 from tests.fakes import FakeRunner, expected_output
+from tests.scheduler.settings import CLASSES, LIMITS, PAGE, STOP, PerToken
 
-PAGE = 4
 STEP_S = 0.01
 SEEN: Counter[str] = Counter()  # what all examples together met
 EXPECTED = ["finished", "hits", "preemptions", "urgent preemptions", "swapped out", "swapped in"]
 EXPECTED += ["expired", "expired while running", "resets", "aborts while preempted"]
 EXPECTED += ["aborts while swapped out", "starved steps", "prompts looked at"]
-EXPECTED += ["failures", "failures while preempted"]
-CLASSES = (
-    RequestClass(name="interactive", itl_slo_s=0.05, ttft_slo_s=0.3),
-    RequestClass(name="batch", priority=3, max_num_seqs=2),
-)
-STOP = frozenset({5, 6})
-LIMITS = st.fixed_dictionaries(
-    {
-        "num_pages": st.integers(10, 22),
-        "max_num_seqs": st.integers(2, 6),
-        "prefill_chunk": st.integers(1, 20),
-        "budget_extra": st.integers(0, 24),
-        "enable_prefix_cache": st.booleans(),
-        "policy": st.sampled_from([*sorted(POLICIES), "priority"]),
-        "batching": st.sampled_from(["continuous"] * 4 + ["static", "dynamic"]),
-        "prefill_first": st.booleans(),
-        "long_prompt_tokens": st.sampled_from([0, 8]),
-        "max_starvation_s": st.sampled_from([math.inf, 0.2]),
-        "num_host_pages": st.sampled_from([40, 40, 4, 0]),
-        "watermark": st.sampled_from([0.0, 0.1]),
-    }
-)
-
-
-class PerToken:
-    """A step takes a second per prompt token: what swapping is compared with."""
-
-    def predict(self, shape: StepShape) -> float:
-        return 0.001 + float(shape.prefill_tokens)
-
-    def predict_decodes(self, num_rows: int, context_tokens: np.ndarray) -> np.ndarray:
-        return np.full(len(context_tokens), 0.001)
+EXPECTED += ["failures", "failures while preempted", "extended", "extended over tokens in flight"]
+EXPECTED += ["ended by extending", "not extended for want of pages"]
 
 
 class Traffic(RuleBasedStateMachine):
@@ -141,23 +108,54 @@ class Traffic(RuleBasedStateMachine):
                 self.looked_at[request] = set()
         self.num_fruitless = 0
 
-    @rule(count=st.integers(1, 12))
-    def run(self, count):
+    @rule(
+        count=st.integers(1, 12),
+        num_certain=st.sampled_from([0, 0, 0, 0, 1, 8]),
+        are_hasty=st.sampled_from([False] * 3 + [True]),
+    )
+    def run(self, count, num_certain, are_hasty):
         for _ in range(count):
+            preempted = [r for r in self.live if r.status == RequestStatus.PREEMPTED]
+            for request in preempted if are_hasty else ():
+                self.leave(request)
+            at_work = self.scheduler.composer.prefilling
+            decoding = [r for r in self.scheduler.running if r not in at_work]
+            if num_certain and decoding:
+                self.extend(decoding[count % len(decoding)], num_certain)
             self.step()
 
-    @rule(index=st.integers(0, 50), preempted=st.booleans())
-    def abort(self, index, preempted):
-        """Where it can, one that was preempted: such are few."""
-        choice = [r for r in self.live if preempted and r.status == RequestStatus.PREEMPTED]
-        choice = choice or self.live
-        if choice:
-            request = choice[index % len(choice)]
-            self.live.remove(request)
-            SEEN["aborts while swapped out"] += request.host_pages is not None
-            SEEN["aborts while preempted"] += request.status == RequestStatus.PREEMPTED
-            self.scheduler.finish(request, FinishReason.ABORT)
+    def extend(self, request, count):
+        """The next tokens are certain; there may be more than the request has room for."""
+        slots, seen = self.scheduler.slots, self.seen[request]
+        ids = expected_output(request.prompt_token_ids, len(seen) + count)[len(seen) :]
+        num_void = int(slots.num_tokens[request.slot]) - request.num_known_tokens
+        most = slots.num_pages[request.slot] + self.scheduler.cache.num_available
+        num = self.scheduler.extend(request, ids)
+        if num:
+            seen += ids[:num]
+            self.fails_at[request] = max(self.fails_at[request], len(seen))
             self.num_fruitless = 0
+            SEEN["extended over tokens in flight"] += num_void > 0
+            SEEN["extended"] += 1
+        else:
+            assert request.num_known_tokens + count > most * PAGE, "there are enough pages"
+            SEEN["not extended for want of pages"] += 1
+        if request.is_finished:
+            self.live.remove(request)
+            self.check_output(request)
+            SEEN["ended by extending"] += 1
+
+    @rule(index=st.integers(0, 50))
+    def abort(self, index):
+        if self.live:
+            self.leave(self.live[index % len(self.live)])
+
+    def leave(self, request):
+        self.live.remove(request)
+        SEEN["aborts while swapped out"] += request.host_pages is not None
+        SEEN["aborts while preempted"] += request.status == RequestStatus.PREEMPTED
+        self.scheduler.finish(request, FinishReason.ABORT)
+        self.num_fruitless = 0
 
     @rule(luck=st.integers(0, 9))
     def reset(self, luck):
@@ -244,6 +242,7 @@ class Traffic(RuleBasedStateMachine):
                 fails_at = self.fails_at[request] = min(fails_at, request.num_output_tokens)
             if request.num_output_tokens >= fails_at:
                 tokens[row] = BAD_TOKEN
+        ended = []
         for request, token, _ in self.scheduler.update(plan, tokens.tolist()):
             self.num_fruitless = 0
             if token != BAD_TOKEN:
@@ -251,7 +250,10 @@ class Traffic(RuleBasedStateMachine):
             if request.is_finished:
                 self.live.remove(request)
                 self.check_output(request)
+                ended.append(request)
                 SEEN["failures while preempted"] += token == BAD_TOKEN and request in waiting
+        if len(ended) == 1:  # another one may have left pages of the same tokens
+            self.check_nothing_spoiled_stays(*ended)
 
     def check_output(self, request):
         stop = request.sampling.stop_token_ids
@@ -259,7 +261,6 @@ class Traffic(RuleBasedStateMachine):
         reason = FinishReason.STOP if want[-1] in stop else FinishReason.LENGTH
         if len(want) > self.fails_at[request]:
             want, reason = want[: self.fails_at[request]], FinishReason.ERROR
-            self.check_nothing_spoiled_stays(request)
         assert self.seen[request] == want, f"{request.request_id} got other tokens"
         assert request.output_token_ids == want
         assert request.num_output_tokens == len(want)
@@ -274,6 +275,8 @@ class Traffic(RuleBasedStateMachine):
         SEEN["preemptions"] += request.num_preemptions
 
     def check_nothing_spoiled_stays(self, request):
+        if request.finish_reason != FinishReason.ERROR:
+            return
         cache, tokens = self.scheduler.cache, request.known_bytes()
         _, num_idle = cache.match(request.cache_keys, tokens, len(request.token_ids) // PAGE)
         assert not num_idle, "what a failed request computed can still be found"
