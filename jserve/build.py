@@ -118,6 +118,7 @@ def build_engine(config: EngineConfig) -> Engine:
         runner=Runner(params, head_of(params, model), state, programs, swap),
         metrics=metrics,
         overlap=config.scheduler.overlap,
+        jump_forward=config.runner.jump_forward,
         **logs,
     )
     on_each_compilation(metrics.on_compilation)

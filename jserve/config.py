@@ -71,6 +71,7 @@ class RunnerSettings:
     layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
     invariant: bool = False  # tokens and log-probabilities depend on nothing but their sequence
+    jump_forward: bool = True  # append what a grammar forces without a step for each token
     logprobs_mode: str = "raw"  # of the model's logits; "processed": of what is drawn from
 
 

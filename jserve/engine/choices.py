@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from jserve.messages import RequestUpdate, Usage
+from jserve.messages import RequestUpdate, Usage, joined
 from jserve.sampling_params import SamplingParams
 
 
@@ -29,7 +29,7 @@ class Choices:
 
     def _best(self) -> list[RequestUpdate]:
         """One update for each of the n choices with the highest mean log-probability."""
-        wholes = [joined(updates) for _, updates in sorted(self._held.items())]
+        wholes = joined(update for updates in self._held.values() for update in updates)
         n = self.sampling.n
         ranked = sorted(wholes, key=_mean_logprob, reverse=True)
         unused = sum(_num_tokens(update) for update in ranked[n:])
@@ -50,19 +50,6 @@ class Choices:
                 )
             )
         return best
-
-
-def joined(updates: list[RequestUpdate]) -> RequestUpdate:
-    """Returns one update that holds all that the non-empty `updates` of one choice hold."""
-    last = updates[-1]
-    return replace(
-        last,
-        text="".join(u.text for u in updates),
-        token_ids=tuple(i for u in updates for i in u.token_ids),
-        logprobs=tuple(e for u in updates for e in u.logprobs),
-        prompt_token_ids=updates[0].prompt_token_ids,
-        prompt_logprobs=updates[0].prompt_logprobs,
-    )
 
 
 def _mean_logprob(update: RequestUpdate) -> float:

@@ -53,6 +53,7 @@ class Constraint:
         never = [ids[0] for ids in bad_word_ids if len(ids) == 1]
         allowed = range(vocab_size) if allowed_token_ids is None else allowed_token_ids
         self._always = _bits(vocab_size, allowed) & ~_bits(vocab_size, never)
+        self._is_grammar_alone = allowed_token_ids is None and not (bad_word_ids or min_tokens)
         self._sequences = [ids for ids in bad_word_ids if len(ids) > 1]
 
     @property
@@ -81,6 +82,22 @@ class Constraint:
             if tuple(output_token_ids[1 - len(ids) :]) == ids[:-1]:
                 words[ids[-1] // BITS] &= np.uint32(~(1 << ids[-1] % BITS) & 0xFFFFFFFF)
         return "" if words.any() else "the request's settings together allow no token here"
+
+    def accept(self, token_id: int) -> None:
+        """Goes on by one token."""
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is whole, so that only an end may follow."""
+        return self.matcher is not None and self.matcher.is_finished
+
+    def forced_tokens(self) -> list[int]:
+        """Returns the tokens that have to come next, if they are sure."""
+        if self.matcher is None or not self._is_grammar_alone:
+            return []
+        return self.matcher.forced_tokens()
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from jserve.engine.choices import Choices
 from jserve.engine.constraint import num_mask_words
-from jserve.engine.device import Runner, StepHandle, StepOutput, token_logprobs
-from jserve.engine.input_processor import InputProcessor, PreparedRequest, reason_name
-from jserve.engine.live import LiveRequest
+from jserve.engine.device import Runner, StepHandle
+from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.output_processor import OutputProcessor
 from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
 from jserve.engine.step_recorder import StepInFlight, StepRecorder
@@ -26,11 +25,10 @@ from jserve.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRequest,
-    JserveError,
     Overloaded,
     RequestFailed,
 )
-from jserve.messages import GenerateRequest, RequestUpdate, Usage
+from jserve.messages import GenerateRequest, RequestUpdate
 from scheduler.packer import PackedBatch, Packer, Wants
 from scheduler.request import BAD_TOKEN, FinishReason, Request
 from scheduler.scheduler import Scheduler
@@ -58,6 +56,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLog | None = None,
         request_log: RequestLog | None = None,
+        jump_forward: bool = True,
     ) -> None:
         self.processor = processor
         self.scheduler = scheduler
@@ -66,8 +65,9 @@ class Engine:
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps left running when a turn ends
         self._clock = clock
-        self._live: dict[str, list[LiveRequest]] = {}  # the choices that have not ended
-        self._live_of: dict[Request, LiveRequest] = {}
+        self._output = OutputProcessor(
+            scheduler, metrics, clock, request_log, jump_forward=jump_forward
+        )
         self._in_flight: deque[StepInFlight] = deque()
         self._unchosen: StepInFlight | None = None  # the newest one, while its masks are missing
         self._did_nothing = False
@@ -90,12 +90,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._in_flight)
+        return bool(self._output.live or self._in_flight)
 
     def add(self, message: GenerateRequest) -> str:
         """Checks and queues a request; returns its id. Raises InvalidRequest or Overloaded."""
         prepared = self.processor.prepare(message)
-        self.check_room(prepared, self._live, len(self._live_of))
+        self.check_room(prepared, self._output.live, len(self._output.live_of))
         self.add_prepared(prepared)
         return prepared.request.request_id
 
@@ -126,25 +126,21 @@ class Engine:
             raise Overloaded(f"{why}; try again later")
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
-        request_id = prepared.request.request_id
-        choices = Choices(request_id, prepared.sampling, len(prepared.choices))
-        self._live[request_id] = [LiveRequest(choice, choices) for choice in prepared.choices]
-        for live in self._live[request_id]:
-            self._live_of[live.prepared.request] = live
-            self.scheduler.add(live.prepared.request)
+        self._output.add(prepared)
+        for choice in prepared.choices:
+            self.scheduler.add(choice.request)
         self._did_nothing = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request wherever it is; unknown and finished ids are ignored. No update comes."""
-        for live in list(self._live.get(request_id, ())):
-            self.scheduler.finish(live.prepared.request, reason)
-            self._retire(live, reason, self._clock())
+        if request_id in self._output.live:
+            self._output.abort(request_id, reason)
             self._recorder.show_state()
             self._did_nothing = False
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends all requests and lets go of the runner and its device memory."""
-        for request_id in list(self._live):
+        for request_id in list(self._output.live):
             self.abort(request_id, reason)
         self._in_flight.clear()
         self._unchosen = None
@@ -212,7 +208,7 @@ class Engine:
         num_words = num_mask_words(self.processor.limits.vocab_size)
         masks = np.full((step.batch.bucket.num_rows, num_words), 0xFFFFFFFF, np.uint32)
         for row, (request, samples) in enumerate(step.plan.sampling()):
-            live = self._live_of.get(request)
+            live = self._output.live_of.get(request)
             if live is None or live.prepared.constraint is None or not samples:
                 continue
             position = int(step.plan.starts[row] + step.plan.counts[row])
@@ -221,7 +217,7 @@ class Engine:
             )
             if problem:
                 masks[row] = 0xFFFFFFFF
-                updates += self._fail(live, RequestFailed(problem), self._clock())
+                updates += self._output.fail(live, RequestFailed(problem))
         self._runner.choose(step.handle, masks)
         return updates
 
@@ -229,146 +225,35 @@ class Engine:
         asked = time.perf_counter()
         output = step.handle.result()
         arrived = time.perf_counter()
-        now = self._clock()
         for piece, found in zip(step.batch.prompt_pieces, output.prompt_logprobs, strict=True):
-            live = self._live_of.get(step.plan.requests[piece.row])
+            live = self._output.live_of.get(step.plan.requests[piece.row])
             if live is not None:
                 live.add_prompt_logprobs(int(step.plan.starts[piece.row]), piece, found)
-        updates = []
+        updates: list[RequestUpdate] = []
         for request, token_id, row in self.scheduler.update(step.plan, output.token_ids.tolist()):
-            live = self._live_of.get(request)
+            live = self._output.live_of.get(request)
             if live is None:  # another choice of its request has failed just now
                 continue
             if token_id == BAD_TOKEN:
-                updates += self._fail(live, RequestFailed(_BAD_LOGITS), now)
+                updates += self._output.fail(live, RequestFailed(_BAD_LOGITS))
             else:
-                updates += live.choices.take(self._on_token(live, token_id, row, output, now))
-        is_last = not (self._in_flight or self._live)
+                updates += self._output.on_token(live, token_id, row, output)
+        is_last = not self.has_work
         self._recorder.on_collected(step, asked, arrived, last=is_last)
         return updates
-
-    def _on_token(
-        self, live: LiveRequest, token_id: int, row: int, output: StepOutput, now: float
-    ) -> RequestUpdate:
-        """Takes in one token of one choice: text, stop strings, grammar, times, and its end."""
-        request, detokenizer = live.prepared.request, live.prepared.detokenizer
-        is_first = live.first_token_time is None
-        if is_first:
-            live.first_token_time = now
-            started = request.first_scheduled_time
-            assert started is not None, f"{request.request_id} has a token but never ran"
-            self.metrics.on_first_token(
-                started - request.arrival_time,
-                now - request.arrival_time,
-                request.num_prompt_tokens,
-                request.num_cached_tokens,
-                request.request_class,
-            )
-        else:
-            self.metrics.on_token_gap(now - live.last_token_time, request.request_class)
-        live.last_token_time = now
-        live.num_tokens += 1
-        stopped_by_id = request.is_finished and request.finish_reason == FinishReason.STOP
-        text = ""
-        if not stopped_by_id or live.prepared.sampling.include_stop_str:
-            text = detokenizer.add((token_id,))
-        if request.is_finished:
-            text += detokenizer.finish()
-        stop_reason: str | int | None = detokenizer.stop_hit
-        if detokenizer.stop_hit is not None:
-            self.scheduler.finish(request, FinishReason.STOP)
-            request.finish_reason = FinishReason.STOP
-        elif stopped_by_id:
-            stop_reason = token_id
-        elif self._has_completed(live, token_id):
-            text += detokenizer.finish()
-            self.scheduler.finish(request, FinishReason.STOP)
-        ending = self._ending(live, now) if request.is_finished else {}
-        num_top, found = request.sampling.num_logprobs, output.logprobs
-        with_prompt = is_first and request.sampling.num_prompt_logprobs >= 0
-        return RequestUpdate(
-            request_id=live.choices.request_id,
-            index=live.prepared.index,
-            text=text,
-            token_ids=(token_id,),
-            logprobs=()
-            if num_top < 0 or found is None
-            else (token_logprobs(token_id, row, found, num_top),),
-            prompt_token_ids=tuple(request.prompt_token_ids) if is_first else (),
-            prompt_logprobs=tuple(live.prompt_logprobs) if with_prompt else (),
-            stop_reason=stop_reason,
-            **ending,
-        )
-
-    def _has_completed(self, live: LiveRequest, token_id: int) -> bool:
-        """Advances a choice's grammar; True where nothing but an end can follow, which then is not
-        waited for."""
-        constraint = live.prepared.constraint
-        if constraint is None or constraint.matcher is None or live.prepared.request.is_finished:
-            return False
-        constraint.matcher.accept(token_id)
-        return constraint.matcher.is_finished
-
-    def _fail(
-        self,
-        live: LiveRequest,
-        error: JserveError,
-        now: float,
-        reason: FinishReason = FinishReason.ERROR,
-    ) -> list[RequestUpdate]:
-        """Ends a request, with all of its choices, because one of them cannot go on."""
-        choices = live.choices
-        for choice in list(self._live[choices.request_id]):
-            self.scheduler.finish(choice.prepared.request, reason)
-            if choice is not live:
-                self._retire(choice, reason, now)
-                choices.num_live -= 1
-        live.prepared.request.finish_reason = reason
-        update = RequestUpdate(
-            request_id=choices.request_id,
-            index=live.prepared.index,
-            error=error,
-            **self._ending(live, now),
-        )
-        return choices.take(update)
 
     def _expire(self) -> list[RequestUpdate]:
         """Ends what is past its deadline, running or queued."""
         now = self._clock()
         updates = []
         for request in self.scheduler.expire(now):
-            live = self._live_of.get(request)
+            live = self._output.live_of.get(request)
             if live is not None:  # else it went with another choice of its request
                 error = DeadlineExceeded(_how_late(request, now))
-                updates += self._fail(live, error, now, FinishReason.DEADLINE)
+                updates += self._output.fail(live, error, FinishReason.DEADLINE)
         if updates:
             self._recorder.show_state()
         return updates
-
-    def _ending(self, live: LiveRequest, now: float) -> dict[str, Any]:
-        """The fields of a request's last update; retires it."""
-        request = live.prepared.request
-        reason = request.finish_reason
-        assert reason is not None, f"{request.request_id} has not finished"
-        self._retire(live, reason, now)
-        return {
-            "finish_reason": reason_name(reason),
-            "usage": Usage(request.num_prompt_tokens, live.num_tokens, request.num_cached_tokens),
-            "timings": live.timings(now),
-        }
-
-    def _retire(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
-        request, name = live.prepared.request, reason_name(reason)
-        del self._live_of[request]
-        choices = self._live[live.choices.request_id]
-        choices.remove(live)
-        if not choices:
-            del self._live[live.choices.request_id]
-        self.metrics.on_finish(name, now - request.arrival_time)
-        if live.first_token_time is None and reason == FinishReason.DEADLINE:
-            self.metrics.on_no_first_token(request.request_class)
-        if self._request_log:
-            self._request_log.add(request, live.num_tokens, live.timings(now), name)
 
 
 class _Closed:

@@ -9,6 +9,7 @@ from jserve.engine.device import Logprobs, token_logprobs
 from jserve.engine.input_processor import PreparedRequest
 from jserve.messages import Timings, TokenLogprobs
 from scheduler.packer import PromptPiece
+from scheduler.request import FinishReason
 
 
 @dataclass(slots=True)
@@ -33,6 +34,16 @@ class LiveRequest:
             if first is None or self.num_tokens < 2
             else (self.last_token_time - first) / (self.num_tokens - 1),
         )
+
+    def is_stopped_by(self, token_id: int) -> bool:
+        return token_id in self.prepared.request.sampling.stop_token_ids
+
+    def stop_reason(self, last_token_id: int) -> str | int | None:
+        """The stop string or stop token id that ended the choice, if one did."""
+        if self.prepared.detokenizer.stop_hit is not None:
+            return self.prepared.detokenizer.stop_hit
+        is_stop = self.prepared.request.finish_reason == FinishReason.STOP
+        return last_token_id if is_stop and self.is_stopped_by(last_token_id) else None
 
     def add_prompt_logprobs(self, start: int, piece: PromptPiece, found: Logprobs) -> None:
         """Takes in those of the tokens after position `start`; a prompt that is computed again,

@@ -60,6 +60,9 @@ class EngineMetrics:
         self._queue = self._latency("queue_time", "From arrival to the first step.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._output_tokens = self._counter("output_tokens", "Output tokens.")
+        self._forced_tokens = self._counter(
+            "forced_tokens", "Output tokens that a grammar forced, which took no step of their own."
+        )
         finished = self._counter("requests_finished", "Requests that ended.", ["reason"])
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
 
@@ -181,6 +184,11 @@ class EngineMetrics:
         self._output_tokens.inc()
         if slo := self._slos["itl"].get(request_class):
             slo.judge(itl_s)
+
+    def on_forced_tokens(self, count: int) -> None:
+        """Counts output tokens that took no step: those that a grammar forced."""
+        self._output_tokens.inc(count)
+        self._forced_tokens.inc(count)
 
     def on_finish(self, reason: str, e2e_s: float) -> None:
         """Counts an ended request, once. `reason` is one of FINISH_REASONS."""

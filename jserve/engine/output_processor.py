@@ -1,0 +1,184 @@
+"""Turns the tokens of live requests into updates: text, stops, grammars, choices, times, and the
+end of each. Knows requests and what clients hear of them: no steps' shapes, no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jserve.engine.choices import Choices
+from jserve.engine.device import StepOutput, token_logprobs
+from jserve.engine.input_processor import PreparedRequest, reason_name
+from jserve.engine.live import LiveRequest
+from jserve.engine.metrics import EngineMetrics
+from jserve.engine.request_log import RequestLog
+from jserve.errors import JserveError
+from jserve.messages import RequestUpdate, TokenLogprobs, Usage
+from scheduler.request import FinishReason, Request
+from scheduler.scheduler import Scheduler
+
+MIN_JUMP = 2  # forced tokens; the step in flight computes one anyway
+
+
+class OutputProcessor:
+    """The live requests, and what becomes of them.
+
+    With `jump_forward`, tokens that a grammar forces are appended without a step of their own.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        request_log: RequestLog | None,
+        *,
+        jump_forward: bool,
+    ) -> None:
+        self.live: dict[str, list[LiveRequest]] = {}  # the choices that have not ended, by request
+        self.live_of: dict[Request, LiveRequest] = {}
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._clock = clock
+        self._request_log = request_log
+        self._jump_forward = jump_forward
+
+    def add(self, prepared: PreparedRequest) -> None:
+        request_id = prepared.request.request_id
+        choices = Choices(request_id, prepared.sampling, len(prepared.choices))
+        self.live[request_id] = [LiveRequest(choice, choices) for choice in prepared.choices]
+        for live in self.live[request_id]:
+            self.live_of[live.prepared.request] = live
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a live request, of which its client hears no more."""
+        for live in list(self.live[request_id]):
+            self._scheduler.finish(live.prepared.request, reason)
+            self._retire(live, reason, self._clock())
+
+    def fail(
+        self, live: LiveRequest, error: JserveError, reason: FinishReason = FinishReason.ERROR
+    ) -> list[RequestUpdate]:
+        """Ends a request, with all of its choices, because one of them cannot go on."""
+        choices, now = live.choices, self._clock()
+        for choice in list(self.live[choices.request_id]):
+            self._scheduler.finish(choice.prepared.request, reason)
+            if choice is not live:
+                self._retire(choice, reason, now)
+                choices.num_live -= 1
+        live.prepared.request.finish_reason = reason
+        update = RequestUpdate(
+            request_id=choices.request_id,
+            index=live.prepared.index,
+            error=error,
+            **self._ending(live, now),
+        )
+        return choices.take(update)
+
+    def on_token(
+        self, live: LiveRequest, token_id: int, row: int, output: StepOutput
+    ) -> list[RequestUpdate]:
+        """Takes in one token of one choice, and those that its grammar forces after it."""
+        request, now = live.prepared.request, self._clock()
+        is_first = live.first_token_time is None
+        self._on_time(live, now)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        text, token_ids = self._take(live, token_id), [token_id]
+        for forced_id in self._forced_tokens(live):
+            if live.prepared.detokenizer.stop_hit is None:
+                text += self._take(live, forced_id)
+                token_ids.append(forced_id)
+        ending = {}
+        if request.is_finished:
+            text += live.prepared.detokenizer.finish()
+            ending = {"stop_reason": live.stop_reason(token_ids[-1]), **self._ending(live, now)}
+        view = request.sampling
+        if view.num_logprobs >= 0 and output.logprobs is not None:
+            logprobs = (token_logprobs(token_id, row, output.logprobs, view.num_logprobs),)
+        update = RequestUpdate(
+            request_id=live.choices.request_id,
+            index=live.prepared.index,
+            text=text,
+            token_ids=tuple(token_ids),
+            logprobs=logprobs,
+            prompt_token_ids=tuple(request.prompt_token_ids) if is_first else (),
+            prompt_logprobs=tuple(live.prompt_logprobs)
+            if is_first and view.num_prompt_logprobs >= 0
+            else (),
+            **ending,
+        )
+        return live.choices.take(update)
+
+    def _on_time(self, live: LiveRequest, now: float) -> None:
+        """Notes when a choice had its newest token."""
+        request = live.prepared.request
+        if live.first_token_time is None:
+            live.first_token_time = now
+            started = request.first_scheduled_time
+            assert started is not None, f"{request.request_id} has a token but never ran"
+            self._metrics.on_first_token(
+                started - request.arrival_time,
+                now - request.arrival_time,
+                request.num_prompt_tokens,
+                request.num_cached_tokens,
+                request.request_class,
+            )
+        else:
+            self._metrics.on_token_gap(now - live.last_token_time, request.request_class)
+        live.last_token_time = now
+
+    def _take(self, live: LiveRequest, token_id: int) -> str:
+        """Returns the text that a token adds; ends the choice where a stop string or its grammar
+        does."""
+        request, prepared = live.prepared.request, live.prepared
+        live.num_tokens += 1
+        text = ""
+        if prepared.sampling.include_stop_str or not live.is_stopped_by(token_id):
+            text = prepared.detokenizer.add((token_id,))
+        if prepared.detokenizer.stop_hit is not None:
+            self._scheduler.finish(request, FinishReason.STOP)
+            request.finish_reason = FinishReason.STOP
+        elif prepared.constraint is not None and not request.is_finished:
+            prepared.constraint.accept(token_id)
+            if prepared.constraint.is_complete:  # nothing but an end can follow: none is waited for
+                self._scheduler.finish(request, FinishReason.STOP)
+        return text
+
+    def _forced_tokens(self, live: LiveRequest) -> list[int]:
+        """Appends the tokens that a choice has to take next, and returns those appended."""
+        request, constraint = live.prepared.request, live.prepared.constraint
+        if not self._jump_forward or constraint is None or request.is_finished:
+            return []
+        if request.sampling.num_logprobs >= 0:  # only a step knows them
+            return []
+        forced = constraint.forced_tokens()
+        if len(forced) < MIN_JUMP:
+            return []
+        appended = forced[: self._scheduler.extend(request, forced)]
+        self._metrics.on_forced_tokens(len(appended))
+        return appended
+
+    def _ending(self, live: LiveRequest, now: float) -> dict[str, Any]:
+        """The fields of a choice's last update; retires it."""
+        request = live.prepared.request
+        reason = request.finish_reason
+        assert reason is not None, f"{request.request_id} has not finished"
+        self._retire(live, reason, now)
+        return {
+            "finish_reason": reason_name(reason),
+            "usage": Usage(request.num_prompt_tokens, live.num_tokens, request.num_cached_tokens),
+            "timings": live.timings(now),
+        }
+
+    def _retire(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
+        request, name = live.prepared.request, reason_name(reason)
+        del self.live_of[request]
+        choices = self.live[live.choices.request_id]
+        choices.remove(live)
+        if not choices:
+            del self.live[live.choices.request_id]
+        self._metrics.on_finish(name, now - request.arrival_time)
+        if live.first_token_time is None and reason == FinishReason.DEADLINE:
+            self._metrics.on_no_first_token(request.request_class)
+        if self._request_log:
+            self._request_log.add(request, live.num_tokens, live.timings(now), name)
