@@ -103,6 +103,7 @@ def arranged(
     role: str = "tested",
     max_model_len: int | None = None,
     overlap: bool = True,
+    jump_forward: bool = True,
     max_queued_requests: int = 1024,
     clock: Callable[[], float] = time.monotonic,
     **limits: int | bool,
@@ -133,6 +134,7 @@ def arranged(
         runner=_Turn(built),
         metrics=EngineMetrics(),
         overlap=overlap,
+        jump_forward=jump_forward,
         clock=clock,
     )
 
