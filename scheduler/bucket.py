@@ -49,10 +49,13 @@ def make_invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> li
     return [Bucket(num_tokens, num_rows, False)]
 
 
-def choose_bucket(buckets: list[Bucket], num_tokens: int, num_rows: int) -> Bucket:
+def choose_bucket(
+    buckets: list[Bucket], num_tokens: int, num_rows: int, *, keeps_tokens: bool = False
+) -> Bucket:
     """Returns the first bucket that holds the step; a decode bucket only when all rows are single
-    tokens. The list's order makes it the cheapest."""
-    decode_only = num_tokens == num_rows
+    tokens, and never for a step with `keeps_tokens`, whose tokens' states are wanted besides those
+    of its rows. The list's order makes it the cheapest."""
+    decode_only = num_tokens == num_rows and not keeps_tokens
     for bucket in buckets:
         if (
             num_tokens <= bucket.num_tokens

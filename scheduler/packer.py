@@ -177,7 +177,8 @@ class Packer:
     def pack(self, plan: StepPlan) -> PackedBatch:
         """Returns the batch of a plan with at least one row, before the next plan is made."""
         count = len(plan.requests)
-        bucket = choose_bucket(self.buckets, plan.num_tokens, count)
+        scores = any(map(_is_scored, plan.requests[plan.num_decodes :]))
+        bucket = choose_bucket(self.buckets, plan.num_tokens, count, keeps_tokens=scores)
         fields = batch_fields(bucket, self._max_pages)
         buffer = np.zeros(num_words(fields), np.int32)
         batch = views(buffer, fields)
@@ -224,7 +225,7 @@ class Packer:
             request = plan.requests[row]
             token_ids[end : end + num] = request.ids_between(start, start + num)
             positions[end : end + num] = np.arange(start, start + num)
-            if request.sampling.num_prompt_logprobs >= 0 and not request.num_output_tokens:
+            if _is_scored(request):
                 targets = request.prompt_token_ids[start + 1 : start + num + 1]
                 pieces.append(PromptPiece(row, end, np.asarray(targets, np.int32)))
             end += num
@@ -277,6 +278,11 @@ class Packer:
         self._bias[slot] = sampling.logit_bias
         for name, of_slot in self._settings.items():
             of_slot[slot] = getattr(sampling, name)
+
+
+def _is_scored(request: Request) -> bool:
+    """Whether log-probabilities of its prompt are wanted, and have not been computed all."""
+    return request.sampling.num_prompt_logprobs >= 0 and not request.num_output_tokens
 
 
 def _wants_of(sampling: SamplingView) -> Wants:

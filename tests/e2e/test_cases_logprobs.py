@@ -18,6 +18,7 @@ from tests.e2e.real_engine import (
     generate,
     greedy,
     prompt_of,
+    reference,
     serving_real,
 )
 
@@ -102,3 +103,49 @@ def test_rows_that_ask_for_logprobs_and_rows_that_do_not_share_steps():
         else:
             assert all(len(entry.top) == settings.logprobs for entry in entries)
             assert all(math.isfinite(entry.logprob) for entry in entries)
+
+
+def test_O33_prompt_logprobs_are_whole_and_equal_with_a_cold_and_a_warm_cache():
+    prompt = prompt_of(33)
+    params = greedy(4, prompt_logprobs=1, logprobs=0)
+    engine = arranged()
+    generate(engine, [[*prompt[:20], 9, 9]], greedy(2))  # a warm prefix of another prompt
+    runs = [generate(engine, [prompt], params)[0] for _ in range(2)]
+    runs.append(generate(engine, [prompt], greedy(4))[0])
+    assert runs[2].num_cached_tokens == 32, "the plain request finds what the others left"
+    assert runs[2].outputs[0].token_ids == runs[0].outputs[0].token_ids
+    cold = generate(reference(), [prompt], params)[0]
+    for run in runs[:2]:
+        assert len(run.prompt_logprobs) == len(prompt)
+        assert run.prompt_logprobs[0] is None
+        assert [e.token_id for e in run.prompt_logprobs[1:]] == prompt[1:]
+        found = [e.logprob for e in run.prompt_logprobs[1:]]
+        assert found == pytest.approx([e.logprob for e in cold.prompt_logprobs[1:]], abs=ERROR)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_prompt_logprobs_do_not_depend_on_chunks_preemption_or_company(chunk):
+    prompts = [prompt_of(75), prompt_of(40, start=1), prompt_of(64, start=2)]
+    params = greedy(20, prompt_logprobs=2, n=2)
+    expected = [generate(reference(), [p], params)[0] for p in prompts]
+    engine = arranged(prefill_chunk=chunk, num_pages=14)
+    for _ in range(2):
+        for found, solo in zip(generate(engine, prompts, params), expected, strict=True):
+            assert found.prompt_logprobs[0] is None
+            pairs = zip(found.prompt_logprobs[1:], solo.prompt_logprobs[1:], strict=True)
+            for mine, theirs in pairs:
+                assert (mine.token_id, mine.rank) == (theirs.token_id, theirs.rank)
+                assert mine.logprob == pytest.approx(theirs.logprob, abs=ERROR)
+                assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
+    assert engine.scheduler.num_preemptions or chunk == 1
+
+
+def test_prompt_logprobs_are_those_that_generation_gives():
+    """The model's own continuation, given back as a prompt."""
+    prompt = prompt_of(20)
+    [output] = generate(arranged(), [prompt], greedy(12, logprobs=0))
+    choice = output.outputs[0]
+    [again] = generate(arranged(), [prompt + choice.token_ids], greedy(1, prompt_logprobs=0))
+    found = [e.logprob for e in again.prompt_logprobs[20:]]
+    assert found == pytest.approx([e.logprob for e in choice.logprobs], abs=1e-4)
+    assert all(e.rank == 1 for e in again.prompt_logprobs[20:])
