@@ -123,7 +123,7 @@ def whole_pages_before_last(case: dict) -> int:
 
 def test_prompt_ids_are_those_of_transformers(real):
     for case in real.cases:
-        if case["messages"] and real.engine.processor._chat_template.source:
+        if case["messages"] and real.engine.processor.chat._template.source:
             message = GenerateRequest(messages=case["messages"])
         else:
             message = GenerateRequest(prompt=case["text"])
