@@ -12,6 +12,7 @@ from scheduler.config import BATCHINGS, POLICY_NAMES, RequestClass, SchedulerCon
 
 MAX_PORT = 65_535
 CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
+JUMP_FORWARD = ("auto", "always", "off")
 LOGPROBS_MODES = ("raw", "processed")
 DEFAULT_CACHE_DIR = str(Path.home() / ".cache" / "jserve")
 
@@ -71,7 +72,9 @@ class RunnerSettings:
     layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
     invariant: bool = False  # tokens and log-probabilities depend on nothing but their sequence
-    jump_forward: bool = True  # append what a grammar forces without a step for each token
+    jump_forward: str = (
+        "auto"  # what a grammar forces takes no step for each token: "always", "off"
+    )
     logprobs_mode: str = "raw"  # of the model's logits; "processed": of what is drawn from
 
 
@@ -132,6 +135,10 @@ class EngineConfig:
             raise ConfigError(f"kv_watermark={c.kv_watermark} must be in [0, 1)")
         if self.model.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
+        if self.runner.jump_forward not in JUMP_FORWARD:
+            raise ConfigError(
+                f"jump_forward={self.runner.jump_forward!r}; use {', '.join(JUMP_FORWARD)}"
+            )
         if self.runner.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.runner.logprobs_mode!r}; use {' or '.join(LOGPROBS_MODES)}"

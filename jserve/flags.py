@@ -79,7 +79,8 @@ HELP: dict[str, dict[str, str]] = {
         "enable_compilation_cache": "Keep compiled programs in --cache_dir for the next start.",
         "invariant": "Compute each token in the same way, bit for bit, whatever shares its step, "
         "however its prompt is cut, and whether it was cached: slower (docs/sampling.md).",
-        "jump_forward": "Append tokens that a grammar forces at once, without a step for each.",
+        "jump_forward": "Append tokens that a grammar forces at once, without a step for each: "
+        "always, off, or auto: where that takes the device less time.",
         "logprobs_mode": "raw: log-probabilities of the model's own distribution; processed: of "
         "the one that tokens are drawn from, with penalties, temperature and the rest.",
     },

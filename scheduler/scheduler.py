@@ -19,6 +19,7 @@ from scheduler.plan import NewToken, StepPlan
 from scheduler.preemption import Preemption
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.slots import Slots
+from scheduler.step_shape import StepShape
 from scheduler.step_time import FittedStepTime, StepTime
 from scheduler.victims import Victims
 
@@ -223,6 +224,27 @@ class Scheduler:
         else:
             self.finish(request, reason)
         return len(ids)
+
+    def saves_time(self, request: Request, num_tokens: int) -> bool:
+        """Whether so many tokens, appended by `extend`, take the device less than their share of
+        the steps in which they would be decoded: alone on the device yes, among many rarely, as a
+        chunk makes a step of all rows longer."""
+        if request.status != RequestStatus.RUNNING or not self.slots.is_decoding[request.slot]:
+            return False
+        slots, num_rows = self.slots, len(self.slots.decoding())
+        length, context = int(slots.num_tokens[request.slot]), self.num_live_tokens
+        prefilling = [other.slot for other in self.composer.prefilling]
+        waiting = int((slots.num_tokens[prefilling] - slots.num_computed[prefilling]).sum())
+        waiting = min(waiting, self.config.max_num_batched_tokens - num_rows)
+        others, num_chunks = num_rows - 1, len(prefilling)
+        without = StepShape(others + num_chunks, others, waiting, context - length, 0)
+        with_it = StepShape(
+            num_rows + num_chunks, others, waiting + num_tokens, context, num_tokens * length
+        )
+        decode = StepShape(num_rows, num_rows, 0, context, 0)
+        times = [self.step_time.predict(s) if s.num_rows else 0.0 for s in (with_it, without)]
+        share = self.step_time.predict(decode) / num_rows
+        return times[0] - times[1] < num_tokens * share
 
     def _update_counts(self, plan: StepPlan) -> None:
         if self.waiting.num_preempted:

@@ -56,7 +56,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLog | None = None,
         request_log: RequestLog | None = None,
-        jump_forward: bool = True,
+        jump_forward: str = "auto",
     ) -> None:
         self.processor = processor
         self.scheduler = scheduler

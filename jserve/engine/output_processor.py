@@ -23,7 +23,8 @@ MIN_JUMP = 2  # forced tokens; the step in flight computes one anyway
 class OutputProcessor:
     """The live requests, and what becomes of them.
 
-    With `jump_forward`, tokens that a grammar forces are appended without a step of their own.
+    With `jump_forward`, tokens that a grammar forces are appended without a step of their own:
+    "always", "auto" where that saves the device time, or "off".
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class OutputProcessor:
         clock: Callable[[], float],
         request_log: RequestLog | None,
         *,
-        jump_forward: bool,
+        jump_forward: str,
     ) -> None:
         self.live: dict[str, list[LiveRequest]] = {}  # the choices that have not ended, by request
         self.live_of: dict[Request, LiveRequest] = {}
@@ -147,12 +148,14 @@ class OutputProcessor:
     def _forced_tokens(self, live: LiveRequest) -> list[int]:
         """Appends the tokens that a choice has to take next, and returns those appended."""
         request, constraint = live.prepared.request, live.prepared.constraint
-        if not self._jump_forward or constraint is None or request.is_finished:
+        if self._jump_forward == "off" or constraint is None or request.is_finished:
             return []
         if request.sampling.num_logprobs >= 0:  # only a step knows them
             return []
         forced = constraint.forced_tokens()
         if len(forced) < MIN_JUMP:
+            return []
+        if self._jump_forward == "auto" and not self._scheduler.saves_time(request, len(forced)):
             return []
         appended = forced[: self._scheduler.extend(request, forced)]
         self._metrics.on_forced_tokens(len(appended))

@@ -103,7 +103,7 @@ def arranged(
     role: str = "tested",
     max_model_len: int | None = None,
     overlap: bool = True,
-    jump_forward: bool = True,
+    jump_forward: str = "always",
     max_queued_requests: int = 1024,
     clock: Callable[[], float] = time.monotonic,
     **limits: int | bool,

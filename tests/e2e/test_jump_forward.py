@@ -49,7 +49,7 @@ def run(engine, **fields):
 
 @pytest.fixture(scope="module")
 def by_steps():
-    return run(arranged("sixteen", jump_forward=False, overlap=False))
+    return run(arranged("sixteen", jump_forward="off", overlap=False))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -66,7 +66,7 @@ def test_forced_tokens_change_no_output(overlap, num_pages, prefill_chunk, by_st
 
 def test_forced_tokens_take_fewer_steps_and_are_counted_as_output():
     engines, texts = [], []
-    for jump_forward in (False, True):
+    for jump_forward in ("off", "always"):
         engines.append(arranged("sixteen", jump_forward=jump_forward))
         params = SamplingParams(temperature=0, max_tokens=96, structured=FORMS[0])
         [output] = LLM.from_engine(engines[-1]).generate([PROMPTS[0]], params)
@@ -81,7 +81,7 @@ def test_forced_tokens_take_fewer_steps_and_are_counted_as_output():
 
 def test_penalties_see_forced_tokens(by_steps):
     fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
-    expected = run(arranged("sixteen", jump_forward=False), **fields)
+    expected = run(arranged("sixteen", jump_forward="off"), **fields)
     assert run(arranged("sixteen"), **fields) == expected
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from scheduler.config import RequestClass
 from scheduler.policy import OUTPUT_WEIGHT
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.scheduler import Scheduler, StepPlan
+from scheduler.step_shape import StepShape
 from tests.scheduler.test_scheduler import PAGE, add, make, rows, turn
 
 
@@ -230,3 +232,32 @@ def test_a_first_token_that_was_given_is_not_late():
     add(s, "b", 20, request_class="fast", arrival_time=0.0)
     turn(s)
     assert s.waiting.ttft_slack_s(99.0, s.composer.prefilling) == 1.0 - 99.0
+
+
+class DecodesAreCheap:
+    """A step of decode rows takes 1 s, one with a piece of a prompt 4 s."""
+
+    def predict(self, shape: StepShape) -> float:
+        return 4.0 if shape.prefill_tokens else 1.0
+
+    def predict_decodes(self, num_rows, context_tokens):
+        return np.ones(len(context_tokens))
+
+
+def test_certain_tokens_save_time_by_their_number_and_the_rows_that_would_wait():
+    s = make()
+    s.step_time = DecodesAreCheap()
+    alone = add(s, "alone", 3)
+    assert not s.saves_time(alone, 9), "it does not decode yet"
+    turn(s)
+    turn(s)
+    assert not s.saves_time(alone, 4)
+    assert s.saves_time(alone, 5), "5 steps of its own, for one of 4 s"
+    add(s, "b", 3), add(s, "c", 3)
+    for _ in range(3):
+        turn(s)
+    assert not s.saves_time(alone, 9)
+    assert s.saves_time(alone, 10), "a third of 10 steps, for 3 s that the others wait"
+    s.extend(alone, range(10))
+    neighbour = next(r for r in s.running if r.request_id == "b")
+    assert s.saves_time(neighbour, 1), "the step has a chunk anyway"
