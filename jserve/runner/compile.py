@@ -126,7 +126,7 @@ def step_traces(
         name = _choose_name(num_rows)
         traces[name] = partial(trace_choose, options, num_rows, head, state)
     traces["score"] = partial(trace_score, options, head)
-    traces["remember"] = partial(_trace_remember, options, state)
+    traces["remember"] = partial(trace_remember, options, state)
     return traces
 
 
@@ -176,7 +176,8 @@ def trace_score(options: StepOptions, head: Any) -> jax.stages.Traced:
     return score.trace(head, tokens, start, target_ids)
 
 
-def _trace_remember(options: StepOptions, state: StepState) -> jax.stages.Traced:
+def trace_remember(options: StepOptions, state: StepState) -> jax.stages.Traced:
+    """Returns the replacement of one slot's token counts, ready to be lowered."""
     whole, counts = replicated(options.mesh), state.sampler.counts
     program = jax.jit(remember, donate_argnums=0, out_shardings=counts.sharding)
     row = _array(counts.shape[1:], counts.dtype, whole)
@@ -198,7 +199,7 @@ def compile_page_copies(
 
 
 def trace_page_copies(mesh: Mesh, kv_pool: Any) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-    """Returns swap.take_pages and swap.put_pages, ready to be lowered; see `trace_step`."""
+    """Returns swap.take_pages and swap.put_pages, ready to be lowered; see `step_traces`."""
     whole, split = replicated(mesh), page_sharding(mesh)
     L, _, *rest = kv_pool.shape
     page_ids = jax.ShapeDtypeStruct((COPY_PAGES,), jnp.int32, sharding=whole)

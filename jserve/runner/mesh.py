@@ -42,3 +42,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def pool_sharding(mesh: Mesh) -> NamedSharding:
     """The KV pool [L, P, p, R, W] is split over its rows, keys and values of a head together."""
     return NamedSharding(mesh, PartitionSpec(None, None, None, MODEL_AXIS, None))
+
+
+def split_columns(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Keeps the second axis of an array in a program split over the devices of a mesh, if there is
+    one: XLA may gather what leaves a conditional, or is cut into blocks, unless it is told."""
+    return x if mesh is None else _placed(x, mesh, PartitionSpec(None, MODEL_AXIS))
+
+
+def keep_whole(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Keeps an array in a program whole on each device of a mesh, if there is one."""
+    return x if mesh is None else _placed(x, mesh, PartitionSpec())
+
+
+def _placed(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jserve.runner.mesh import keep_whole, split_columns
 from jserve.sampling_params import MAX_LOGPROBS
 from scheduler.packer import BAD_TOKEN, Wants
 
@@ -59,6 +61,7 @@ def sample(
     edits: Edits,
     *,
     processed_logprobs: bool = False,
+    mesh: Mesh | None = None,
 ) -> Sampled:
     """Returns a token per row, by the fields of packer.sampling_fields.
 
@@ -66,6 +69,7 @@ def sample(
 
     Args:
       processed_logprobs: log-probabilities are of what the token was chosen from, not of `logits`.
+      mesh: the devices over which the logits are split, if they are.
     """
     wants = batch["wants"][0]
     nothing = _no_logprobs(logits)
@@ -74,13 +78,14 @@ def sample(
         return Sampled(_checked(*argmax(logits)), nothing)
 
     def random() -> Sampled:
-        return Sampled(_checked(*_drawn(logits, batch)[:2]), nothing)
+        return Sampled(_checked(*_drawn(logits, batch, mesh)[:2]), nothing)
 
     def full() -> Sampled:
-        x = _if(wants, _EDITS, lambda: edit(logits, batch, edits), lambda: logits)
+        x = _if(wants, _EDITS, lambda: edit(logits, batch, edits, mesh), lambda: logits)
+        x = split_columns(x, mesh)
 
         def drawn() -> tuple[Array, Array, Array]:
-            token_ids, best, cut = _drawn(x, batch)
+            token_ids, best, cut = _drawn(x, batch, mesh)
             # Without a use of `cut`, no copy of it leaves this branch.
             return token_ids, best, cut if processed_logprobs else logits[:, :0]
 
@@ -111,17 +116,24 @@ def _checked(token_ids: Int[Array, " S"], best: Float[Array, " S"]) -> Int[Array
 
 
 def edit(
-    logits: Float[Array, "S V"], batch: Mapping[str, Array], edits: Edits
+    logits: Float[Array, "S V"],
+    batch: Mapping[str, Array],
+    edits: Edits,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "S V"]:
     """Returns the logits with bias, penalties and mask, in that order."""
     wants = batch["wants"][0]
+
+    def counts() -> Int[Array, "S V"]:  # inside a branch, so that no other has them taken apart
+        return split_columns(edits.counts, mesh)[batch["slots"]]
+
     x = logits
     for want, change in (
         (Wants.BIAS, lambda x: add_bias(x, edits.bias_ids, edits.bias)),
-        (Wants.PENALTIES, lambda x: penalize(x, edits.counts[batch["slots"]], batch)),
-        (Wants.MASK, lambda x: mask(x, edits.allowed)),
+        (Wants.PENALTIES, lambda x: penalize(x, counts(), batch)),
+        (Wants.MASK, lambda x: mask(x, edits.allowed, mesh)),
     ):
-        x = _if(wants, want, partial(change, x), lambda x=x: x)
+        x = split_columns(_if(wants, want, partial(change, x), lambda x=x: x), mesh)
     return x
 
 
@@ -153,14 +165,19 @@ def count_tokens(
     return counts.at[slots, token_ids].set(jnp.where(is_full, old, old + 1))
 
 
-def mask(x: Float[Array, "S V"], words: UInt[Array, "S W"]) -> Float[Array, "S V"]:
+def mask(
+    x: Float[Array, "S V"], words: UInt[Array, "S W"], mesh: Mesh | None = None
+) -> Float[Array, "S V"]:
     """Excludes what has no bit in `words`, but hides neither a NaN nor an infinity."""
-    return jnp.where(unpack_mask(words, x.shape[1]) | ~(x < jnp.inf), x, -jnp.inf)
+    allowed = split_columns(unpack_mask(words, x.shape[1]), mesh)
+    return jnp.where(allowed | ~(x < jnp.inf), x, -jnp.inf)
 
 
 def unpack_mask(words: UInt[Array, "S W"], V: int) -> Bool[Array, "S V"]:
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=words.dtype)) & 1
-    return bits.reshape(words.shape[0], -1)[:, :V] != 0
+    # A word per token: the 32 bits of a word, as an axis, would fill rows of 128 on a TPU.
+    index = jnp.arange(V)
+    word = jnp.take(words, index // 32, axis=1, mode="clip")
+    return (word >> (index % 32).astype(words.dtype)) & 1 != 0
 
 
 def argmax(x: Float[Array, "S V"]) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
@@ -178,7 +195,7 @@ def argmax(x: Float[Array, "S V"]) -> tuple[Int[Array, " S"], Float[Array, " S"]
 
 
 def _drawn(
-    x: Float[Array, "S V"], batch: Mapping[str, Array]
+    x: Float[Array, "S V"], batch: Mapping[str, Array], mesh: Mesh | None
 ) -> tuple[Int[Array, " S"], Float[Array, " S"], Float[Array, "S V"]]:
     """Returns a token per row, the best logit, and what the token was chosen from: of a greedy row
     x, and else what draws are made from: at most 0, 0 in each row, and -inf where excluded."""
@@ -187,22 +204,30 @@ def _drawn(
     greedy, best = argmax(x)
     cut = (x - best[:, None]) / jnp.where(is_random, temperature, 1.0)[:, None]
     cuts = partial(truncate, cut, *(batch[name] for name in ("top_k", "top_p", "min_p")))
-    cut = _if(batch["wants"][0], Wants.TRUNCATION, cuts, lambda: cut)
-    token_ids = jnp.where(is_random, draw(cut, batch["seed"], batch["sample_positions"]), greedy)
+    cut = split_columns(_if(batch["wants"][0], Wants.TRUNCATION, cuts, lambda: cut), mesh)
+    token_ids = draw(cut, batch["seed"], batch["sample_positions"], mesh)
+    token_ids = jnp.where(is_random, token_ids, greedy)
     return token_ids, best, jnp.where(is_random[:, None], cut, x)
 
 
 def draw(
-    x: Float[Array, "S V"], seeds: UInt[Array, " S"], positions: Int[Array, " S"]
+    x: Float[Array, "S V"],
+    seeds: UInt[Array, " S"],
+    positions: Int[Array, " S"],
+    mesh: Mesh | None = None,
 ) -> Int[Array, " S"]:
     """Draws from softmax(x), with one uniform number per row made from its seed and position.
 
     Inverse transform in two levels, blocks and then tokens of one block, as a running sum over
-    the whole vocabulary is slow and less exact. x must be at most 0 with a 0 in each row.
+    the whole vocabulary is slow and less exact. No block spans two devices. x must be at most 0
+    with a 0 in each row.
     """
     S, V = x.shape
-    pad = -V % _DRAW_BLOCK
-    weights = jnp.pad(jnp.exp(x), ((0, 0), (0, pad))).reshape(S, -1, _DRAW_BLOCK)
+    part = V // (1 if mesh is None else mesh.size)
+    blocks = -(-part // _DRAW_BLOCK)
+    weights = split_columns(jnp.exp(x).reshape(S, -1, part), mesh)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, blocks * _DRAW_BLOCK - part)))
+    weights = split_columns(weights.reshape(S, -1, _DRAW_BLOCK), mesh)
 
     def uniform(seed, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
@@ -217,13 +242,14 @@ def draw(
         here = jnp.take_along_axis(after - weights, index[:, None], axis=1)[:, 0]
         return index, here
 
-    block_weights = weights.sum(axis=2)
+    block_weights = keep_whole(weights.sum(axis=2), mesh)
     point = jax.vmap(uniform)(seeds, positions) * block_weights.sum(axis=1)
     block, before = pick(block_weights, point)
     in_block = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
-    token, _ = pick(in_block, point - before)
+    token, _ = pick(keep_whole(in_block, mesh), point - before)
+    in_part = block % blocks * _DRAW_BLOCK + token
     # A row of NaN, in which nothing is live, would end in the padding.
-    return jnp.minimum(block * _DRAW_BLOCK + token, V - 1).astype(jnp.int32)
+    return jnp.minimum(block // blocks * part + in_part, V - 1).astype(jnp.int32)
 
 
 def truncate(

@@ -149,6 +149,9 @@ def make_choose(options: StepOptions, num_rows: int) -> Callable[..., tuple[Samp
     """Returns choose(head, state, rows [D, S], buffer i32[words], bias, allowed u32[S, W]) ->
     (state, sampled)."""
 
+    mesh = options.mesh
+    is_split = mesh.size > 1 and options.model.vocab_size % mesh.size == 0  # see models/params.py
+
     def choose(head, state: SamplerState, rows, buffer, bias, allowed):
         batch = unpack(buffer, sampling_fields(num_rows))
         sampled = sample(
@@ -156,6 +159,7 @@ def make_choose(options: StepOptions, num_rows: int) -> Callable[..., tuple[Samp
             batch,
             Edits(state.counts, bias[0], bias[1], allowed),
             processed_logprobs=options.processed_logprobs,
+            mesh=mesh if is_split else None,
         )
         token_ids = jnp.maximum(sampled.token_ids, 0)  # of what has failed, any will do
         slots = batch["slots"]

@@ -44,10 +44,15 @@ def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     with llm:
         shards = _shards(llm)
         calls = [
-            _outputs(llm.generate(call["prompts"], SamplingParams(**call["sampling"])))
+            _outputs(llm.generate(call["prompts"], SamplingParams(**_fields(call["sampling"]))))
             for call in job["calls"]
         ]
     return {"calls": calls, "shards": shards}
+
+
+def _fields(sampling: dict[str, Any]) -> dict[str, Any]:
+    bias = sampling.get("logit_bias", {})  # a key of JSON is a string
+    return sampling | {"logit_bias": {int(token_id): value for token_id, value in bias.items()}}
 
 
 def _outputs(results: list[Any]) -> list[dict[str, Any]]:

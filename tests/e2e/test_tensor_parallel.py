@@ -26,6 +26,13 @@ SETTINGS = {
 }
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "max_tokens": MAX_TOKENS}
+EDITED = SEEDED | {
+    "top_k": 40,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "logit_bias": {5: 2.0, 70: 2.0},
+    "allowed_token_ids": list(range(3, 90)),  # ends inside one device's part of the vocabulary
+}
 # and how their heads are laid out over four devices
 MODELS = {
     "llama": "each of 2 KV heads twice",
@@ -40,11 +47,12 @@ NINE_HEADS = LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_
 
 def calls_for(name: str) -> list[dict]:
     """Batches of 1, 3 and 6 prompts of lengths around pages and chunks; the last once more with a
-    seed; and a prompt that transformers continued, where there is one."""
+    seed, and once with all that is done to logits; and a prompt that transformers continued, where
+    there is one."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 96, length).tolist() for length in (30, 1, 7, 8, 9, 16)]
     calls = [{"prompts": prompts[:size], "sampling": GREEDY} for size in BATCH_SIZES]
-    calls.append({"prompts": prompts, "sampling": SEEDED})
+    calls += [{"prompts": prompts, "sampling": sampling} for sampling in (SEEDED, EDITED)]
     if name != "nine_heads":
         known = reference_model(name).sequences[1]
         calls.append({"prompts": [known.ids[: known.num_prompt].tolist()], "sampling": GREEDY})
