@@ -10,7 +10,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from accelerators.cases import Case, Found
-from accelerators.hlo import PtxasReport, collectives, copies, host_transfers, ptxas_reports
+from accelerators.hlo import (
+    PtxasReport,
+    collectives,
+    conditionals,
+    copies,
+    host_transfers,
+    ptxas_reports,
+)
 from accelerators.hlo import wgmma_counts as wgmma
 from accelerators.workers import run_all
 
@@ -108,6 +115,17 @@ def test_collectives_are_counted_by_size_and_asynchronous_ones_once():
         ("all-reduce", 4096 * 64): 2,
         ("all-gather", 64 * 128256): 1,
     }
+
+
+def test_conditionals_inside_a_branch_are_told_from_those_that_are_always_met():
+    branch = """%branch.1 (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %c.2 = f32[8]{0} conditional(%p, %x, %x), true_computation=%a, false_computation=%b
+}
+"""
+    always = "  %c.1 = f32[8]{0} conditional(%q, %y, %y), true_computation=%branch.1"
+    assert conditionals(module(always, branch)) == (1, 2)
+    assert conditionals(module("", branch)) == (0, 1)
 
 
 def test_waiting_for_the_host_and_reading_its_memory_are_found():

@@ -106,6 +106,13 @@ def collectives(text: str) -> Counter[tuple[str, int]]:
     )
 
 
+def conditionals(text: str) -> tuple[int, int]:
+    """Returns how many conditionals are met if no branch meets one, and how many there are."""
+    entry = re.search(r"^ENTRY %?([\w.\-]+) ", text, re.MULTILINE)
+    found = [i.computation for i in instructions(text) if i.opcode == "conditional"]
+    return found.count(entry[1] if entry else ""), len(found)
+
+
 def host_transfers(text: str) -> list[str]:
     """Returns the instructions by which a step would wait for the host, or read its memory."""
     return [

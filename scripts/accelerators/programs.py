@@ -82,12 +82,18 @@ def compiled(target: Target, mesh: Mesh, trace) -> Program:
 
 
 def judged(
-    target: Target, program: Program, alias_bytes: int, sizes: Collection[int], temp_bytes: int
+    target: Target,
+    program: Program,
+    alias_bytes: int,
+    sizes: Collection[int],
+    temp_bytes: int,
+    other_bytes: int = 0,
 ) -> Found:
     """Returns the figures of a program whose donated arrays have `alias_bytes`, that may write
-    nothing of one of `sizes` elements by moving it, and may use `temp_bytes` more."""
+    nothing of one of `sizes` elements by moving it, and may use `temp_bytes` more, on a device that
+    holds `other_bytes` besides."""
     memory = program.memory
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + other_bytes
     moved = copies(program.text, sizes)
     waits = host_transfers(program.text)
     found = Found(

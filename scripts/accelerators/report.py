@@ -10,7 +10,8 @@ from accelerators.targets import TARGETS
 _BEGIN, _END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _HEADINGS = {
     "refused": "what must be refused or found",
-    "step": "whole steps",
+    "step": "forward passes",
+    "sampler": "choosing, scoring and counting tokens",
     "kernel": "attention kernels, in a loop over 4 layers",
     "primitive": "other primitives",
 }

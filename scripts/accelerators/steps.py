@@ -1,4 +1,4 @@
-"""Whole steps: the product's own code, from packed batch to sampled tokens, on meshes of devices
+"""Whole steps: the product's own programs, from packed batch to chosen tokens, on meshes of devices
 that are only described."""
 
 from __future__ import annotations
@@ -6,207 +6,217 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from accelerators.cases import GIB, MIB, Case, Found
-from accelerators.hlo import collectives
+from accelerators.hlo import collectives, conditionals
+from accelerators.models import (
+    DTYPE,
+    MAX_MODEL_LEN,
+    MODELS,
+    NUM_ROWS,
+    abstract_params,
+    abstract_state,
+    config_of,
+    pool_budget,
+    weights_of,
+)
 from accelerators.programs import compiled, judge_gpu_kernels, judged
 from accelerators.targets import TARGETS, Target, mesh_of
-from flax.core import meta
 
-from jserve.config import CacheSettings
-from jserve.models.config import ModelConfig
-from jserve.models.decoder import BEST_LOOP, init_params
-from jserve.models.families import model_config_from_hf
+from jserve.models.decoder import BEST_LOOP, head_of
 from jserve.models.head_layout import HeadLayout, head_layout
-from jserve.models.params import is_norm, layer_shapes, top_shapes
-from jserve.runner.compile import trace_step
-from jserve.runner.kv_cache import (
-    ACCELERATOR_FRACTION,
-    DEFAULT_PAGE_SIZE,
-    choose_num_pages,
-    layout_of,
-)
-from jserve.runner.mesh import pool_sharding, replicated, sharding_of
-from jserve.runner.step import StepOptions, StepState
+from jserve.runner.compile import trace_choose, trace_forward, trace_remember, trace_score
+from jserve.runner.kv_cache import DEFAULT_PAGE_SIZE
+from jserve.runner.step import SCORED_TOKENS, StepOptions, StepState
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.kv_layout import pool_shape
 from scheduler.bucket import Bucket
 
-DTYPE = jnp.dtype(jnp.bfloat16)
-NUM_ROWS, MAX_MODEL_LEN = 64, 8192
 # 384 tokens: with a power of two, some activations have as many elements as some weights.
 BUCKETS = {"decode": Bucket(64, NUM_ROWS, True), "mixed": Bucket(384, NUM_ROWS, False)}
 SIZES = (1, 4, 8)  # of the tensor-parallel group
+MOST_COLLECTIVES, MOST_CONDITIONALS = 32, 9  # of choosing tokens
+MOST_SENT = 2**17  # elements: 64 rows of blocks' sums, of a vocabulary of 500,000
 SMALLEST_WEIGHT = MIB // 2  # elements; smaller ones are of no account
-MOST_COLLECTIVES_OF_SAMPLING = 32
 
-MODELS = {
-    "llama3-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "rope_theta": 500_000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen3-32b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 5120,
-        "intermediate_size": 25_600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 151_936,
-        "rope_theta": 1_000_000.0,
-        "rms_norm_eps": 1e-6,
-    },
-    "gemma3-27b": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_size": 5376,
-        "intermediate_size": 21_504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-        "vocab_size": 262_208,
-    },
-}
 QUICK = (
     *("v5e/llama3-8b/tp4", "v6e/llama3-8b/tp1", "7x/qwen3-32b/tp8", "v5p/gemma3-27b/tp4"),
     *("H200/llama3-8b/tp1", "H200/qwen3-32b/tp8"),
 )
 
 
+class Engine(NamedTuple):
+    """What the programs of one engine are traced from."""
+
+    target: Target
+    options: StepOptions
+    layout: HeadLayout
+    params: Any
+    state: StepState
+
+    @property
+    def num_devices(self) -> int:
+        return self.options.mesh.size
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return head_of(self.params, self.options.model)
+
+
 def step_cases() -> list[Case]:
-    """Every model, group size and bucket on every target whose memory holds the weights."""
+    """The programs of every model and group size on every target whose memory holds the weights."""
+    programs = {name: partial(_forward, bucket=bucket) for name, bucket in BUCKETS.items()}
+    programs |= {"choose": _choose, "score": _score, "remember": _remember}
     cases = []
     for target in TARGETS.values():
-        for model, size, bucket in _sizes_that_fit(target):
+        for model, size in _sizes_that_fit(target):
             name = f"{target.name}/{model}/tp{size}"
-            run = partial(_run, target, model, size, bucket)
-            cases.append(Case(f"step/{name}/{bucket}", run, name in QUICK, limit_s=240))
+            for what, judge in programs.items():
+                kind = "step" if what in BUCKETS else "sampler"
+                run = partial(_run, judge, target, model, size)
+                cases.append(Case(f"{kind}/{name}/{what}", run, name in QUICK, limit_s=240))
     return cases
 
 
-def _sizes_that_fit(target: Target) -> Iterator[tuple[str, int, str]]:
+def _sizes_that_fit(target: Target) -> Iterator[tuple[str, int]]:
     for model in MODELS:
         for size in SIZES:
-            if pool_budget(target, _config(model), size) > target.spec.hbm_bytes / 20:
-                yield from ((model, size, bucket) for bucket in BUCKETS)
+            if pool_budget(target, config_of(model), size) > target.spec.hbm_bytes / 20:
+                yield model, size
 
 
-def pool_budget(target: Target, model: ModelConfig, size: int) -> int:
-    """Returns the bytes that an engine gives to the KV pool on each device, by default."""
-    weights = sum(
-        count * num_elements * (4 if is_norm(name) else DTYPE.itemsize)
-        for name, num_elements, count in _weights(model, head_layout(model, size))
-    )
-    return int(ACCELERATOR_FRACTION * (target.spec.hbm_bytes - weights))
-
-
-def _weights(model: ModelConfig, layout: HeadLayout) -> Iterator[tuple[str, int, int]]:
-    """Yields every parameter's name, elements on one device, and in how many layers it is."""
-    for shapes, count in (
-        (top_shapes(model, layout), 1),
-        (layer_shapes(model, layout), model.num_layers),
-    ):
-        for name, (shape, axes) in shapes.items():
-            parts = layout.tensor_parallel_size if any(axes) else 1
-            yield name, math.prod(shape) // parts, count
-
-
-def _config(model: str) -> ModelConfig:
-    return model_config_from_hf(MODELS[model] | {"max_position_embeddings": MAX_MODEL_LEN})
-
-
-def _run(target: Target, name: str, size: int, bucket_name: str) -> Found:
-    model, bucket = _config(name), BUCKETS[bucket_name]
+def _run(judge, target: Target, name: str, size: int) -> Found:
+    model = config_of(name)
     layout = head_layout(model, size)
     mesh = mesh_of(target, size)
     loop = BEST_LOOP[target.spec.platform]
     page_size = DEFAULT_PAGE_SIZE[target.spec.platform]
-    options = StepOptions(model, mesh, target.backend, loop, MAX_MODEL_LEN // page_size)
-    params = _abstract_params(model, layout, mesh, stacked=loop == "scanned")
-    state = _abstract_state(target, options, layout, page_size)
-    program = compiled(target, mesh, lambda: trace_step(options, bucket, params, state))
+    options = StepOptions(
+        *(model, mesh, target.backend, loop, MAX_MODEL_LEN // page_size),
+        max_tokens=max(bucket.num_tokens for bucket in BUCKETS.values()),
+        dtype=DTYPE,
+    )
+    params = abstract_params(model, layout, mesh, stacked=loop == "scanned")
+    state = abstract_state(target, options, layout, page_size)
+    return judge(Engine(target, options, layout, params, state))
 
-    pool = math.prod(state.kv_pool.sharding.shard_shape(state.kv_pool.shape))
-    sizes = {pool, pool // model.num_layers}
-    for _, num_elements, count in _weights(model, layout):
+
+def _judged(engine: Engine, trace, alias_bytes: int, sizes: set[int], temp_bytes: int, *passed):
+    """Returns the compiled program and its figures. It may copy no weight and nothing of `sizes`
+    elements; besides what it is `passed`, the rest of the engine's arrays fill the devices."""
+    for _, num_elements, count in weights_of(engine.options.model, engine.layout):
         if num_elements >= SMALLEST_WEIGHT:
             sizes |= {num_elements, num_elements * count}
-    alias_bytes = pool * DTYPE.itemsize + state.last_tokens.size * 4
-    found = judged(target, program, alias_bytes, sizes, _most_temp_bytes(model, bucket))
-    _judge_collectives(program.text, model, bucket, size, loop, found)
-    if target.backend is Backend.MOSAIC_GPU:
+    program = compiled(engine.target, engine.options.mesh, trace)
+    rest = _bytes_of((engine.params, engine.state)) - _bytes_of(passed)
+    return program, judged(engine.target, program, alias_bytes, sizes, temp_bytes, rest)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Returns the bytes of arrays on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _forward(engine: Engine, bucket: Bucket) -> Found:
+    model, pool = engine.options.model, engine.state.kv_pool
+    activations = bucket.num_tokens * (model.intermediate_size * 2 + model.hidden_size * 4)
+    pool_bytes = _bytes_of(pool)
+    pool_size = pool_bytes // DTYPE.itemsize
+    program, found = _judged(
+        engine,
+        lambda: trace_forward(engine.options, bucket, engine.params, engine.state),
+        pool_bytes,
+        {pool_size, pool_size // model.num_layers},
+        # Twice the activations of a layer in float32; nothing that grows with layers or pool.
+        4 * 2 * activations + 16 * MIB,
+        *(engine.params, pool, engine.state.sampler.last_tokens),
+    )
+    # Two sums over the devices in each layer, of the residual stream's size, and one for the split
+    # embedding.
+    counts = collectives(program.text)
+    sums = counts.pop(("all-reduce", model.hidden_size * bucket.num_tokens), 0)
+    times = 1 if engine.options.loop == "scanned" else model.num_layers
+    expected = 0 if engine.num_devices == 1 else 1 + 2 * times
+    found.figures |= {"sums of x": sums}
+    found.expect(sums == expected, f"sums x over devices {sums} times, not {expected}")
+    found.expect(not counts, f"has other collectives too: {dict(counts)}")
+    if engine.target.backend is Backend.MOSAIC_GPU:
         judge_gpu_kernels(program, found)
-    found.figures["pool GiB"] = round(pool * DTYPE.itemsize / GIB, 2)
+    found.figures["pool GiB"] = round(pool_bytes / GIB, 2)
     return found
 
 
-def _abstract_params(model: ModelConfig, layout: HeadLayout, mesh, stacked: bool):
-    def abstract(box: meta.Partitioned) -> jax.ShapeDtypeStruct:
-        sharding = sharding_of(mesh, box.names)
-        return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding)
-
-    boxed = jax.eval_shape(
-        partial(init_params, model, layout, dtype=DTYPE, stacked=stacked), jax.random.key(0)
+def _choose(engine: Engine) -> Found:
+    """The counts are whole on each device, and not copied: split as the logits are, they would need
+    one more sum over the devices in every step."""
+    options, sampler = engine.options, engine.state.sampler
+    program, found = _judged(
+        engine,
+        lambda: trace_choose(options, NUM_ROWS, engine.head, engine.state),
+        _in_tiles(engine.target, sampler.counts) + _bytes_of(sampler.last_tokens),
+        {sampler.counts.size},
+        _sampler_bytes(engine, NUM_ROWS),
+        *(engine.head, sampler),
     )
-    return jax.tree.map(abstract, boxed, is_leaf=lambda node: isinstance(node, meta.Partitioned))
+    _judge_collectives(program.text, engine, MOST_COLLECTIVES, found)
+    greedy, total = conditionals(program.text)
+    found.figures |= {"conditionals": total, "greedy": greedy}
+    found.expect(greedy == 1, f"a greedy batch meets {greedy} conditionals, not 1")
+    found.expect(total <= MOST_CONDITIONALS, f"{total} conditionals, not {MOST_CONDITIONALS}")
+    return found
 
 
-def _abstract_state(
-    target: Target, options: StepOptions, layout: HeadLayout, page_size: int
-) -> StepState:
-    """The state of an engine that takes what memory it takes by default."""
-    mesh, model = options.mesh, options.model
-    pool = layout_of(target.backend, model, layout, DTYPE)
-    num_pages = choose_num_pages(
-        CacheSettings(kv_memory_bytes=pool_budget(target, model, mesh.size)),
-        model,
-        pool,
-        DTYPE,
-        page_size=page_size,
-        max_num_seqs=NUM_ROWS,
-        max_model_len=MAX_MODEL_LEN,
-        device=mesh.devices.flat[0],
+def _score(engine: Engine) -> Found:
+    program, found = _judged(
+        engine,
+        lambda: trace_score(engine.options, engine.head),
+        0,
+        set(),
+        _sampler_bytes(engine, SCORED_TOKENS),
+        engine.head,
     )
-    shape = pool_shape(model.num_layers, num_pages, page_size, pool, mesh.size)
-    return StepState(
-        jax.ShapeDtypeStruct(shape, DTYPE, sharding=pool_sharding(mesh)),
-        jax.ShapeDtypeStruct((NUM_ROWS + 1,), jnp.int32, sharding=replicated(mesh)),
+    _judge_collectives(program.text, engine, MOST_COLLECTIVES, found)
+    return found
+
+
+def _remember(engine: Engine) -> Found:
+    counts = engine.state.sampler.counts
+    program, found = _judged(
+        engine,
+        lambda: trace_remember(engine.options, engine.state),
+        _in_tiles(engine.target, counts),
+        {counts.size},
+        MIB,
+        counts,
     )
+    _judge_collectives(program.text, engine, 0, found)
+    return found
 
 
-def _most_temp_bytes(model: ModelConfig, bucket: Bucket) -> int:
-    """What a step may take besides its arguments: six times all logits in float32, for sampling
-    (three, but for a v5p that is nearly full), and twice the activations of a layer; nothing that
-    grows with layers or pool."""
-    logits = bucket.num_rows * model.vocab_size
-    activations = bucket.num_tokens * (model.intermediate_size * 2 + model.hidden_size * 4)
-    return 4 * (6 * logits + 2 * activations) + 16 * MIB
+def _in_tiles(target: Target, counts: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of the counts, which on a TPU fill tiles of 8 x 128."""
+    rows, columns = counts.shape
+    if target.platform == "tpu":
+        rows, columns = -(-rows // 8) * 8, -(-columns // 128) * 128
+    return rows * columns * counts.dtype.itemsize
 
 
-def _judge_collectives(
-    text: str, model: ModelConfig, bucket: Bucket, size: int, loop: str, found: Found
-) -> None:
-    """Two sums over the devices in each layer, of the residual stream's size, and one for the split
-    embedding; what else there is is sampling's, over the split vocabulary."""
+def _sampler_bytes(engine: Engine, num_rows: int) -> int:
+    """Returns six times a device's part of the logits in float32, and some; on a TPU 64 rows take
+    the room of 128 where they are the last axis."""
+    model, num_parts = engine.options.model, engine.num_devices
+    rows = -(-num_rows // 128) * 128 if engine.target.platform == "tpu" else num_rows
+    return 6 * 4 * rows * (model.vocab_size // num_parts) + 16 * MIB
+
+
+def _judge_collectives(text: str, engine: Engine, most: int, found: Found) -> None:
+    """All of them are over the split vocabulary, and none is of all logits."""
     counts = collectives(text)
-    stream = ("all-reduce", model.hidden_size * bucket.num_tokens)
-    in_layers = counts.pop(stream, 0)
-    others = sum(counts.values())
-    expected = 0 if size == 1 else 1 + 2 * (1 if loop == "scanned" else model.num_layers)
-    found.figures |= {"sums of x": in_layers, "other collectives": others}
-    found.expect(in_layers == expected, f"sums x over devices {in_layers} times, not {expected}")
-    most = 0 if size == 1 else MOST_COLLECTIVES_OF_SAMPLING
-    found.expect(
-        others <= most, f"has {others} other collectives, more than {most}: {dict(counts)}"
-    )
+    largest = max((size for _, size in counts), default=0)
+    found.figures |= {"collectives": counts.total(), "largest": largest}
+    most = 0 if engine.num_devices == 1 else most
+    found.expect(counts.total() <= most, f"has more than {most} collectives: {dict(counts)}")
+    found.expect(largest <= MOST_SENT, f"has a collective of {largest} elements: {dict(counts)}")
