@@ -14,6 +14,7 @@ from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
 from jserve.runner.compile import on_each_compilation
 from jserve.sampling_params import SamplingParams
+from jserve.structured import GrammarKind, StructuredOutput
 from scheduler.bucket import Bucket, choose_bucket
 from scheduler.packer import Packer
 from tests.e2e.conftest import rearranged
@@ -61,6 +62,7 @@ def test_warm_up_itself_is_not_counted(built):
 
 
 def random_request(rng: random.Random) -> GenerateRequest:
+    constrained = rng.random() < 0.3
     num_prompt = rng.choice([1, 2, 7, 8, 9, 24, 25, rng.randint(1, 150)])
     sampling = SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 2.0]),
@@ -71,8 +73,18 @@ def random_request(rng: random.Random) -> GenerateRequest:
         max_tokens=rng.randint(1, min(40, MAX_MODEL_LEN - num_prompt)),
         stop=rng.choice([(), (), ("a", "bc")]),
         stop_token_ids=rng.choice([(), (rng.randrange(VOCAB),)]),
-        ignore_eos=rng.random() < 0.8,
+        ignore_eos=not constrained and rng.random() < 0.8,
         logprobs=rng.choice([None, None, 0, 3, 20]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 2]),
+        presence_penalty=rng.choice([0, 0, 1.0]),
+        repetition_penalty=rng.choice([1, 1, 1.4]),
+        logit_bias=rng.choice([(), (), {5: 3.0, 77: -100.0}]),
+        allowed_token_ids=rng.choice([None, None, tuple(range(20, 90))]),
+        bad_words=rng.choice([(), (), ((30,), (40, 41))]),
+        n=rng.choice([1, 1, 1, 3]),
+        structured=rng.choice([None, None, StructuredOutput(GrammarKind.REGEX, "[A-F]{4,30}")])
+        if constrained
+        else None,
     )
     return GenerateRequest(
         prompt_token_ids=[rng.randrange(VOCAB) for _ in range(num_prompt)],
@@ -104,7 +116,7 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
             aborted += 1
         for update in engine.step():
             assert update.error is None
-            if update.finish_reason is not None:
+            if update.is_last:
                 assert update.finish_reason in ("stop", "length")
                 live.remove(update.request_id)
                 finished += 1
