@@ -28,6 +28,8 @@ from jserve.models.config import ModelConfig
 from jserve.models.decoder import BEST_LOOP, LayerLoop, head_of
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
+from jserve.models.quantize import Quantization
+from jserve.runner import kv_scales
 from jserve.runner.compile import (
     compile_page_copies,
     compile_steps,
@@ -35,7 +37,13 @@ from jserve.runner.compile import (
     give_back_memory,
     on_each_compilation,
 )
-from jserve.runner.kv_cache import choose_num_pages, layout_of, make_pool, page_size_for
+from jserve.runner.kv_cache import (
+    KV_DTYPES,
+    choose_num_pages,
+    layout_of,
+    make_pool,
+    page_size_for,
+)
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.platform import set_compiler_flags
 from jserve.runner.runner import Runner
@@ -82,21 +90,14 @@ def build_engine(config: EngineConfig) -> Engine:
     backend = _backend(platform, config.runner)
     loop = _layer_loop(config.runner.layer_loop, platform)
     params = load_params(
-        checkpoint,
-        model,
-        layout,
-        dtype,
-        lambda axes: sharding_of(mesh, axes),
+        *(checkpoint, model, layout, dtype, lambda axes: sharding_of(mesh, axes)),
         stacked=loop == "scanned",
+        quantization=cast(Quantization, config.model.quantization),
     )
     loaded = time.perf_counter()
-    pool = layout_of(backend, model, layout, dtype)
-    limits = _scheduler_config(config, model, pool, dtype, platform)
-    state = StepState(
-        make_pool(model, pool, dtype, limits.num_pages, limits.page_size, mesh),
-        make_sampler_state(limits.max_num_seqs, model.vocab_size, replicated(mesh)),
-    )
-    _log_memory(params, state, limits)
+    kv_dtype = KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
+    pool = layout_of(backend, model, layout, kv_dtype)
+    limits = _scheduler_config(config, model, pool, kv_dtype, platform)
     buckets = _buckets(config, limits)
     options = StepOptions(
         *(model, mesh, backend, loop, limits.max_pages_per_seq),
@@ -105,7 +106,15 @@ def build_engine(config: EngineConfig) -> Engine:
         processed_logprobs=config.runner.logprobs_mode == "processed",
         invariant=config.runner.invariant,
     )
-    _check_attention(options, layout, buckets, limits.page_size, dtype)
+    _check_attention(options, layout, buckets, limits.page_size, kv_dtype)
+    if kv_dtype == jnp.int8:
+        ids = tokenizer.encode(kv_scales.TEXT)
+        params["kv_scales"] = kv_scales.int8_scales(params, options, layout, limits.page_size, ids)
+    state = StepState(
+        make_pool(model, pool, kv_dtype, limits.num_pages, limits.page_size, mesh),
+        make_sampler_state(limits.max_num_seqs, model.vocab_size, replicated(mesh)),
+    )
+    _log_memory(params, state, limits)
     programs = compile_steps(options, buckets, params, state)
     swap, state = _swap_space(state, limits.num_host_pages, mesh)
     step_time = FittedStepTime(buckets)
@@ -238,10 +247,10 @@ def _check_attention(
     layout: HeadLayout,
     buckets: list[Bucket],
     page_size: int,
-    dtype: jnp.dtype,
+    kv_dtype: jnp.dtype,
 ) -> None:
     for bucket in buckets:
-        reason = why_unsupported(options, layout, bucket, page_size, dtype)
+        reason = why_unsupported(options, layout, bucket, page_size, kv_dtype)
         if reason:
             raise ConfigError(f"{bucket.num_tokens} tokens in {bucket.num_rows} rows: {reason}")
 
@@ -278,7 +287,7 @@ def _buckets(config: EngineConfig, limits: SchedulerConfig) -> list[Bucket]:
 
 
 def _scheduler_config(
-    config: EngineConfig, model: ModelConfig, layout: PoolLayout, dtype: jnp.dtype, platform: str
+    config: EngineConfig, model: ModelConfig, layout: PoolLayout, kv_dtype: jnp.dtype, platform: str
 ) -> SchedulerConfig:
     """The scheduler's limits, from the settings, the model and the device's memory."""
     max_model_len = model.max_position
@@ -287,7 +296,7 @@ def _scheduler_config(
         config.cache,
         model,
         layout,
-        dtype,
+        kv_dtype,
         page_size=page_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
@@ -304,7 +313,7 @@ def _scheduler_config(
         num_pages=num_pages,
         max_model_len=max_model_len,
         num_host_pages=_num_host_pages(
-            config, bytes_per_page(model.num_layers, page_size, layout, dtype)
+            config, bytes_per_page(model.num_layers, page_size, layout, kv_dtype)
         ),
     )
 

@@ -22,6 +22,7 @@ class ModelSettings:
     model: str = "smollm2-135m"  # known name, folder, .gguf file, Orbax folder or hub name
     served_model_name: str = ""  # name clients use; "" takes `model`
     dtype: str = "auto"  # "auto": float32 on CPU, bfloat16 elsewhere
+    quantization: str = "none"  # "w8a8": matrices and what they multiply in int8
     max_model_len: int = 0  # 0: the model's own limit
     cache_dir: str = DEFAULT_CACHE_DIR  # fetched models and compiled programs
 
@@ -29,6 +30,7 @@ class ModelSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
     page_size: int = 0  # tokens per page; 0: the backend's default
+    kv_cache_dtype: str = "auto"  # "auto": the model's; "int8", "fp8"
     kv_memory_fraction: float = 0.0  # of the device's free memory; 0: the backend's default
     kv_memory_bytes: int = 0  # per device; overrides the fraction when not 0
     enable_prefix_cache: bool = True
@@ -135,6 +137,10 @@ class EngineConfig:
             raise ConfigError(f"kv_watermark={c.kv_watermark} must be in [0, 1)")
         if self.model.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
+        if self.model.quantization not in ("none", "w8a8"):
+            raise ConfigError(f"quantization={self.model.quantization!r}; use none or w8a8")
+        if c.kv_cache_dtype not in ("auto", "int8", "fp8"):
+            raise ConfigError(f"kv_cache_dtype={c.kv_cache_dtype!r}; use auto, int8 or fp8")
         if self.runner.jump_forward not in JUMP_FORWARD:
             raise ConfigError(
                 f"jump_forward={self.runner.jump_forward!r}; use {', '.join(JUMP_FORWARD)}"

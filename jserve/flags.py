@@ -22,11 +22,15 @@ HELP: dict[str, dict[str, str]] = {
         "or a hub name.",
         "served_model_name": "The name clients use for the model; empty takes --model.",
         "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere.",
+        "quantization": "w8a8: weights, embedding included, and the activations that they multiply "
+        "in int8; none: as --dtype says. docs/quantization.md has what it costs in quality.",
         "max_model_len": "Most tokens of one request, prompt and output; 0: the model's limit.",
         "cache_dir": "Where fetched models and compiled programs are kept.",
     },
     "cache": {
         "page_size": "Tokens per KV page, a power of two from 8 to 256; 0: the backend's default.",
+        "kv_cache_dtype": "int8 or fp8 pages, half the bytes of bfloat16 ones or less; auto: those "
+        "of the model's dtype.",
         "kv_memory_fraction": "Share of the device's free memory for KV pages, below 1; 0: the "
         "backend's default.",
         "kv_memory_bytes": "Bytes per device for KV pages; overrides --kv_memory_fraction.",

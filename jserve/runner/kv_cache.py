@@ -17,6 +17,8 @@ from jserve.runner.mesh import pool_sharding
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.kv_layout import PoolLayout, bytes_per_page, pool_layout, pool_shape
 
+# --kv_cache_dtype but "auto", which is the model's own
+KV_DTYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 64, "gpu": 64}
 ACCELERATOR_FRACTION = 0.9
 # On a CPU the pool shares memory with everything else, and is touched at once: keep it modest.

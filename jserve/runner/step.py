@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import LayerLoop, decoder_apply, logits
 from jserve.models.head_layout import HeadLayout
+from jserve.models.layers import Attend
 from jserve.runner.kv_cache import layout_of
 from jserve.runner.mesh import MODEL_AXIS, pool_sharding
 from jserve.runner.sampling import (
@@ -95,11 +96,11 @@ def why_unsupported(
     heads: HeadLayout,
     bucket: Bucket,
     page_size: int,
-    dtype: jnp.dtype,
+    kv_dtype: jnp.dtype,
 ) -> str | None:
     """Returns what the backend's attention cannot do of a bucket's steps on one device of the mesh,
-    with the remedy; None if it can do them. `dtype` is that of queries and pool."""
-    layout = layout_of(options.backend, options.model, heads, dtype)
+    with the remedy; None if it can do them. `kv_dtype` is that of the pool."""
+    layout = layout_of(options.backend, options.model, heads, kv_dtype)
     shape = AttentionShape(
         num_tokens=bucket.num_tokens,
         num_rows=bucket.num_rows,
@@ -109,8 +110,8 @@ def why_unsupported(
         group=heads.group_size,
         pool_rows=layout.num_rows,
         width=layout.width,
-        q_dtype=dtype.name,
-        kv_dtype=dtype.name,
+        q_dtype=options.dtype.name,
+        kv_dtype=kv_dtype.name,
     )
     return api.why_unsupported(options.backend, shape, options.mesh.devices.flat[0].device_kind)
 
@@ -126,14 +127,17 @@ def unpack(buffer: Int[Array, " words"], fields: Fields) -> dict[str, Array]:
 
 
 def make_forward(options: StepOptions, bucket: Bucket) -> Callable[..., tuple[Array, Hidden]]:
-    """Returns forward(params, kv_pool, last_tokens, buffer i32[words]) -> (kv_pool, hidden)."""
+    """Returns forward(params, kv_pool, last_tokens, buffer i32[words]) -> (kv_pool, hidden).
+
+    Beside the model's own, `params` has "kv_scales" where the pool's numbers need them.
+    """
 
     def forward(params, kv_pool, last_tokens, buffer) -> tuple[Array, Hidden]:
         batch = unpack(buffer, batch_fields(bucket, options.max_pages_per_seq))
         tokens = StepTokens(_token_ids(batch, last_tokens), batch["positions"])
-        attend = _make_attend(options, bucket, batch)
+        attend = make_attend(options, bucket, batch, params.get("kv_scales"))
         hidden, kv_pool = decoder_apply(
-            params, options.model, tokens, kv_pool, attend, options.loop
+            params, options.model, tokens, kv_pool, attend, options.loop, options.dtype
         )
         if bucket.decode_only:  # token t is row t
             return kv_pool, Hidden(hidden, None)
@@ -215,7 +219,12 @@ def _token_rows(batch: Mapping[str, Array]) -> list[Array]:
     ]
 
 
-def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array]):
+def make_attend(
+    options: StepOptions,
+    bucket: Bucket,
+    batch: Mapping[str, Array],
+    kv_scales: Float[Array, "L 2 K H"] | None = None,
+) -> Attend:
     """Returns the attention of one layer over this batch; with several devices, each does the
     heads that it holds."""
     model, mesh = options.model, options.mesh
@@ -223,7 +232,8 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
     if options.invariant:
         rows = _token_rows(batch)
 
-    def attention(q, k, v, kv_pool, layer, sliding_window, *rows):
+    def attention(q, k, v, kv_pool, layer, sliding_window, kv_scales, *rows):
+        k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales[layer]
         return api.ragged_paged_attention(
             q,
             k,
@@ -234,6 +244,8 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
             scale=model.query_scale,
             sliding_window=sliding_window,
             soft_cap=model.attn_soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             backend=options.backend,
             device_kind=mesh.devices.flat[0].device_kind,
             decode_only=bucket.decode_only or options.invariant,
@@ -243,16 +255,16 @@ def _make_attend(options: StepOptions, bucket: Bucket, batch: Mapping[str, Array
     if mesh.size > 1:
         heads = PartitionSpec(None, MODEL_AXIS, None)
         pool = pool_sharding(mesh).spec
-        whole = PartitionSpec()
+        whole, scales = PartitionSpec(), PartitionSpec(None, None, MODEL_AXIS, None)
         attention = jax.shard_map(
             attention,
             mesh=mesh,
-            in_specs=(heads, heads, heads, pool, *[whole] * (2 + len(rows))),
+            in_specs=(heads, heads, heads, pool, whole, whole, scales, *[whole] * len(rows)),
             out_specs=(heads, pool),
             check_vma=False,
         )
 
     def attend(q, k, v, kv_pool, layer, sliding_window):
-        return attention(q, k, v, kv_pool, layer, sliding_window, *rows)
+        return attention(q, k, v, kv_pool, layer, sliding_window, kv_scales, *rows)
 
     return attend

@@ -37,8 +37,8 @@ def ragged_paged_attention(
     sliding_window: int | Int[Array, ""] = 0,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    k_scale: float | Float[Array, ""] | Float[Array, " K"] = 1.0,
-    v_scale: float | Float[Array, ""] | Float[Array, " K"] = 1.0,
+    k_scale: float | Float[Array, ""] | Float[Array, " K"] | Float[Array, "K H"] = 1.0,
+    v_scale: float | Float[Array, ""] | Float[Array, " K"] | Float[Array, "K H"] = 1.0,
     config: Config | None = None,
     backend: Backend,
     device_kind: str | None = None,
@@ -72,7 +72,7 @@ def ragged_paged_attention(
       sinks: a logit per query head that takes part in the softmax's sum and has no value
         (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453).
       k_scale, v_scale: what the pool's numbers are multiplied by to give keys and values, for all
-        heads or per KV head; may be traced.
+        heads, per KV head or per lane of each; may be traced.
       config: block sizes, of the backend's own class; None takes `tuning.config_for`'s.
       backend: from `dispatch.backend_for`.
       device_kind: what block sizes are chosen for; None takes the default device's kind.
@@ -102,13 +102,12 @@ def ragged_paged_attention(
     if config is None:
         config = config_for(backend, shape, device_kind or jax.devices()[0].device_kind)
 
-    # All that is per head happens here, once for all backends: they see scaled queries, quantised
+    # All that is per lane happens here, once for all backends: they see scaled queries, quantised
     # rows of the pool's own layout, and heads in groups.
     num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    k_scale, v_scale = (jnp.broadcast_to(s, k.shape[1:2]) for s in (k_scale, v_scale))
+    k_scale, v_scale = (_per_lane(s, k.shape[1:]) for s in (k_scale, v_scale))
     rows = layout.rows(quantised(k, k_scale, kv_pool.dtype), quantised(v, v_scale, kv_pool.dtype))
-    per_head = jnp.repeat(scale * k_scale, group)[:, None]
-    scaled = (q.astype(jnp.float32) * per_head).astype(q.dtype)
+    scaled = (q.astype(jnp.float32) * jnp.repeat(scale * k_scale, group, axis=0)).astype(q.dtype)
     if sinks is not None:
         sinks = layout.queries(sinks.astype(jnp.float32).reshape(1, num_heads, 1))[0, ..., 0]
     out, kv_pool = _module_of(backend).attend(
@@ -117,8 +116,13 @@ def ragged_paged_attention(
         window=jnp.asarray(sliding_window, jnp.int32), soft_cap=soft_cap, sinks=sinks,
         layout=layout, config=config, decode_only=decode_only, interpret=interpret,
     )  # fmt: skip
-    out = layout.outputs(out).astype(jnp.float32) * jnp.repeat(v_scale, group)[:, None]
+    out = layout.outputs(out).astype(jnp.float32) * jnp.repeat(v_scale, group, axis=0)
     return out.astype(q.dtype), kv_pool
+
+
+def _per_lane(scale: Any, shape: tuple[int, ...]) -> Float[Array, "K H"]:
+    scale = jnp.asarray(scale)
+    return jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (2 - scale.ndim)), shape)
 
 
 def _module_of(backend: Backend) -> Any:

@@ -12,9 +12,9 @@ _LIMIT = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest value that a qua
 def quantised(x, scale, dtype):
     """Returns x / scale in `dtype`, clipped to its range; int8 is rounded to the nearest.
 
-    `x` `[T, K, H]`; `scale` f32[K].
+    `x` `[T, K, H]`; `scale` f32[K, H].
     """
-    scaled = x.astype(jnp.float32) / scale[:, None]
+    scaled = x.astype(jnp.float32) / scale
     if limit := _LIMIT.get(jnp.dtype(dtype).name):
         scaled = jnp.clip(scaled, -limit, limit)
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)

@@ -17,9 +17,10 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import decoder_apply, head_of, logits
 from jserve.models.head_layout import head_layout
-from jserve.runner.kv_cache import layout_of, make_pool
+from jserve.runner.kv_cache import KV_DTYPES, layout_of, make_pool
+from jserve.runner.kv_scales import int8_scales
 from jserve.runner.mesh import make_mesh
-from jserve.runner.step import StepOptions, StepTokens, _make_attend, _token_ids, unpack
+from jserve.runner.step import StepOptions, StepTokens, _token_ids, make_attend, unpack
 from pallas_kernels.dispatch import Backend
 from scheduler.bucket import Bucket
 from scheduler.config import SchedulerConfig
@@ -54,13 +55,14 @@ class PagedModel:
         page_size: int,
         loop: str,
         backend: Backend = Backend.XLA,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.config = config
         self.page_size = page_size
         self._params = params
         pages_per_seq = -(-MAX_MODEL_LEN // page_size)
         self.num_pages = MAX_ROWS * pages_per_seq + 1
-        self._options = StepOptions(
+        self.options = StepOptions(
             config,
             make_mesh(1),
             backend,
@@ -69,26 +71,31 @@ class PagedModel:
             max_tokens=MAX_TOKENS,
             dtype=jnp.dtype(jnp.float32),
         )
+        heads, kv_dtype = head_layout(config), KV_DTYPES.get(kv_cache_dtype, self.options.dtype)
+        if kv_cache_dtype == "int8":
+            ids = np.random.default_rng(8).integers(0, config.vocab_size, MAX_MODEL_LEN)
+            scales = int8_scales(params, self.options, heads, page_size, ids)
+            self._params = params | {"kv_scales": scales}
         pool = make_pool(
             config,
-            layout_of(backend, config, head_layout(config), jnp.float32),
-            jnp.float32,
+            layout_of(backend, config, heads, kv_dtype),
+            kv_dtype,
             self.num_pages,
             page_size,
-            self._options.mesh,
+            self.options.mesh,
         )
         self._state = (pool, jnp.zeros(MAX_ROWS + 1, jnp.int32))
         self._steps = {bucket: jax.jit(self._make_step(bucket)) for bucket in BUCKETS}
 
     def _make_step(self, bucket: Bucket) -> Callable:
         """step(params, (kv_pool, last_tokens), buffer, kept_in) -> (state, logits f32[T, V])."""
-        options = self._options
+        options = self.options
 
         def step(params, state, buffer, kept_in):
             kv_pool, last_tokens = state
             batch = unpack(buffer, batch_fields(bucket, options.max_pages_per_seq))
             tokens = StepTokens(_token_ids(batch, last_tokens), batch["positions"])
-            attend = _make_attend(options, bucket, batch)
+            attend = make_attend(options, bucket, batch, params.get("kv_scales"))
             hidden, pool = decoder_apply(
                 params, options.model, tokens, kv_pool, attend, options.loop
             )

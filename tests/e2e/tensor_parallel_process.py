@@ -71,6 +71,7 @@ def _shards(llm: Any) -> dict[str, dict[str, Any]]:
     layer = runner._params["layers"][0]
     arrays = {"kv_pool": runner.state.kv_pool, "embed": runner._params["embed"]}
     arrays |= {name: layer[name] for name in ("qkv", "o", "gate_up", "down")}
+    arrays = {name: getattr(array, "values", array) for name, array in arrays.items()}  # if int8
     return {
         name: {
             "whole": array.shape,

@@ -13,7 +13,7 @@ from tests.e2e.conftest import write_tokenizer
 from tests.e2e.tensor_parallel_process import run_jobs
 from tests.models.reference import reference_model
 
-pytestmark = pytest.mark.slow  # one process builds twelve engines
+pytestmark = pytest.mark.slow  # one process builds fifteen engines
 DEVICES = 4
 MAX_TOKENS = 8
 SETTINGS = {
@@ -39,7 +39,10 @@ MODELS = {
     "qwen3": "each of 2 KV heads twice, its group of 3 in halves with a head of zeros",
     "gemma3": "the one KV head four times",
     "nine_heads": "3 KV heads and one of zeros",
+    "llama_in_int8": "each of 2 KV heads twice",
 }
+IN_INT8 = {"quantization": "w8a8", "kv_cache_dtype": "int8"}
+OF_TRANSFORMERS = ("llama", "qwen3", "gemma3")
 SIZES = (1, 2, 4)
 BATCH_SIZES = (1, 3, 6)
 NINE_HEADS = LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
@@ -53,7 +56,7 @@ def calls_for(name: str) -> list[dict]:
     prompts = [rng.integers(3, 96, length).tolist() for length in (30, 1, 7, 8, 9, 16)]
     calls = [{"prompts": prompts[:size], "sampling": GREEDY} for size in BATCH_SIZES]
     calls += [{"prompts": prompts, "sampling": sampling} for sampling in (SEEDED, EDITED)]
-    if name != "nine_heads":
+    if name in OF_TRANSFORMERS:
         known = reference_model(name).sequences[1]
         calls.append({"prompts": [known.ids[: known.num_prompt].tolist()], "sampling": GREEDY})
     return calls
@@ -67,9 +70,10 @@ def answers(servable, tmp_path_factory):
     write_tokenizer(nine_heads)
     jobs = {}
     for name in MODELS:
-        folder = nine_heads if name == "nine_heads" else servable(name)
+        folder = nine_heads if name == "nine_heads" else servable(name.removesuffix("_in_int8"))
         for size in SIZES:
             settings = {"model": str(folder), "tensor_parallel_size": size, **SETTINGS}
+            settings |= IN_INT8 if name == "llama_in_int8" else {}
             jobs[name, size] = {"settings": settings, "calls": calls_for(name)}
     any_settings = jobs["llama", 1]["settings"]
     for size in (3, 5):
@@ -90,7 +94,7 @@ def test_several_devices_give_the_tokens_of_one(answers, name, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_the_tokens_are_those_of_transformers(answers, name, size):
     known = reference_model(name).sequences[1]
     [found] = tokens(answers[name, size])[-1]

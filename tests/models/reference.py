@@ -18,7 +18,7 @@ import numpy as np
 from jserve.checkpoint.mapping import load_params
 from jserve.checkpoint.safetensors import open_safetensors
 from jserve.models.config import ModelConfig
-from jserve.models.decoder import decoder_apply, logits
+from jserve.models.decoder import decoder_apply, head_of, logits
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import HeadLayout, head_layout
 
@@ -109,7 +109,7 @@ def run_dense(
         hidden, kv_pool = decoder_apply(
             params, config, tokens, kv_pool, partial(attend, config), loop
         )
-        return logits(params, config, hidden), kv_pool
+        return logits(head_of(params, config), config, hidden), kv_pool
 
     layers = params["layers"]
     qkv = (layers if isinstance(layers, dict) else layers[0])["qkv"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.models.decoder import decoder_apply, init_params, logits
+from jserve.models.decoder import decoder_apply, head_of, init_params, logits
 from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import ZERO_HEAD, HeadLayout, head_layout
 from jserve.models.layers import DecoderLayer
@@ -157,7 +157,7 @@ def test_weights_are_left_operands_of_the_compiled_matmuls():
 
     def step(params, tokens, kv_pool):
         hidden, kv_pool = decoder_apply(params, config, tokens, kv_pool, attend, "unrolled")
-        return logits(params, config, hidden), kv_pool
+        return logits(head_of(params, config), config, hidden), kv_pool
 
     tokens = Tokens(jnp.zeros(T, jnp.int32), jnp.zeros(T, jnp.int32))
     text = jax.jit(step).lower(model.params(), tokens, jnp.zeros(())).compile().as_text()

@@ -302,12 +302,26 @@ def test_scales_of_a_float_pool_change_its_numbers_and_not_the_output():
     case = dataclasses.replace(MIXED, rows=((30, 30), (9, 9)))  # no history in the pool
     step = build(case)
     clean, clean_pool = run(case, step)
-    powers = np.asarray([[2, 4], [0.5, 8]], np.float32)
-    out, pool = run(case, step, kv_scales=powers)
-    np.testing.assert_array_equal(out, clean)
+    powers = np.asarray([[2, 4], [0.5, 8]], np.float32)  # [2, K]
+    of_lanes = powers[..., None] * np.tile(np.float32([1, 0.25]), case.head_dim // 2)
     new = (clean_pool != step.kv_pool).any(axis=(-3, -2, -1))
     assert new.sum() == step.num_real_tokens + 1  # and one in the null page
-    np.testing.assert_array_equal(pool[new] * powers.T[..., None], clean_pool[new])
+    for scales in (powers, of_lanes):
+        out, pool = run(case, step, kv_scales=scales)
+        np.testing.assert_array_equal(out, clean)
+        pool_scales = scales.reshape(2, 2, -1).swapaxes(0, 1)  # [K, 2, H or 1]
+        np.testing.assert_array_equal(pool[new] * pool_scales, clean_pool[new])
+
+
+def test_an_int8_pool_may_have_a_scale_for_every_lane():
+    case = dataclasses.replace(MIXED, rows=((30, 30), (9, 9)), kv_dtype="int8")
+    step = build(case)
+    scales = np.random.default_rng(7).uniform(0.01, 0.05, (2, 2, case.head_dim)).astype(np.float32)
+    kv, steps = np.stack([step.k, step.v], axis=2), scales.swapaxes(0, 1)  # [T, K, 2, H]
+    stands_for = np.clip(np.rint(kv / steps), -127, 127) * steps.astype(np.float64)
+    step.dense[:] = np.split(stands_for[: step.num_real_tokens], [30])
+    out, _ = run(case, step, kv_scales=scales)
+    assert_close(case, out, oracle(case, step))
 
 
 BAD_CALLS = {
