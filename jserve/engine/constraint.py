@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+ALL = 0xFFFFFFFF  # of a word
 BITS = 32  # of a word: bit v % 32 of word v // 32 is that of token v
 
 
@@ -48,45 +49,51 @@ class Constraint:
         matcher: Matcher | None = None,
     ) -> None:
         self.matcher = matcher
+        self._fault = ""  # why the grammar can say no more
         self._min_tokens = min_tokens
         self._not_stop = ~_bits(vocab_size, stop_token_ids)
         never = [ids[0] for ids in bad_word_ids if len(ids) == 1]
-        allowed = range(vocab_size) if allowed_token_ids is None else allowed_token_ids
-        self._always = _bits(vocab_size, allowed) & ~_bits(vocab_size, never)
+        self._always = ~_bits(vocab_size, never)
+        self._always[-1] &= np.uint32(ALL >> -vocab_size % BITS)  # what lies beyond is no token
+        if allowed_token_ids is not None:
+            self._always &= _bits(vocab_size, allowed_token_ids)
         self._is_grammar_alone = allowed_token_ids is None and not (bad_word_ids or min_tokens)
         self._sequences = [ids for ids in bad_word_ids if len(ids) > 1]
 
-    @property
-    def needs_last_token(self) -> bool:
-        """Whether the mask of a token depends on the token before, and not on their number only."""
-        return self.matcher is not None or bool(self._sequences)
-
     def fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:
-        """Writes the bits u32[W] of token number `num_output`, counted from 0.
-
-        Args:
-          output_token_ids: those before; they may be fewer if `needs_last_token` is false.
-
-        Returns:
-          Why no token may come; "" where some may.
-        """
-        if self.matcher is not None and not self.matcher.fill(words):
-            return self.matcher.error or "the grammar allows no token here"
-        if self.matcher is None:
-            words[:] = self._always
-        else:
-            words &= self._always
+        """Writes the bits u32[W] of token number `num_output`, counted from 0, after those of
+        `output_token_ids`. Returns why no token may come; "" where some may."""
+        problem = self._fill_by_grammar(words)
+        if problem:
+            return problem
+        words &= self._always
         if num_output < self._min_tokens:
             words &= self._not_stop
         for ids in self._sequences:
             if tuple(output_token_ids[1 - len(ids) :]) == ids[:-1]:
-                words[ids[-1] // BITS] &= np.uint32(~(1 << ids[-1] % BITS) & 0xFFFFFFFF)
+                words[ids[-1] // BITS] &= np.uint32(ALL ^ (1 << ids[-1] % BITS))
         return "" if words.any() else "the request's settings together allow no token here"
+
+    def _fill_by_grammar(self, words: np.ndarray) -> str:
+        if self.matcher is None:
+            words.fill(ALL)
+            return ""
+        try:
+            if not self._fault and not self.matcher.fill(words):
+                self._fault = self.matcher.error or "the grammar allows no token here"
+        except Exception as error:  # of a library: it may end this output, and no other
+            self._fault = f"the grammar failed: {error!r:.200}"
+        return self._fault
 
     def accept(self, token_id: int) -> None:
         """Goes on by one token."""
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
+        if self.matcher is None:
+            return
+        try:
+            if not self.matcher.accept(token_id):
+                self._fault = self.matcher.error or f"the grammar does not take token {token_id}"
+        except Exception as error:
+            self._fault = f"the grammar failed: {error!r:.200}"
 
     @property
     def is_complete(self) -> bool:

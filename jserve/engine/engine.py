@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jserve.engine.constraint import num_mask_words
+from jserve.engine.constraint import ALL, num_mask_words
 from jserve.engine.device import Runner, StepHandle
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.metrics import EngineMetrics
@@ -206,7 +206,7 @@ class Engine:
             return []
         updates: list[RequestUpdate] = []
         num_words = num_mask_words(self.processor.limits.vocab_size)
-        masks = np.full((step.batch.bucket.num_rows, num_words), 0xFFFFFFFF, np.uint32)
+        masks = np.full((step.batch.bucket.num_rows, num_words), ALL, np.uint32)
         for row, (request, samples) in enumerate(step.plan.sampling()):
             live = self._output.live_of.get(request)
             if live is None or live.prepared.constraint is None or not samples:
@@ -216,7 +216,7 @@ class Engine:
                 masks[row], request.output_token_ids, position - request.num_prompt_tokens
             )
             if problem:
-                masks[row] = 0xFFFFFFFF
+                masks[row] = ALL
                 updates += self._output.fail(live, RequestFailed(problem))
         self._runner.choose(step.handle, masks)
         return updates
