@@ -33,7 +33,7 @@ class Constraint:
 
     Args:
       allowed_token_ids: None is all.
-      bad_word_ids: sequences of token ids that the output may not hold.
+      bad_word_ids: sequences of token ids that the output may not hold; the prompt is no part.
       min_tokens: before so many, none of `stop_token_ids` may come.
       matcher: of a grammar; it sees each token once, by `accept`.
     """
@@ -58,7 +58,10 @@ class Constraint:
         if allowed_token_ids is not None:
             self._always &= _bits(vocab_size, allowed_token_ids)
         self._is_grammar_alone = allowed_token_ids is None and not (bad_word_ids or min_tokens)
-        self._sequences = [ids for ids in bad_word_ids if len(ids) > 1]
+        self._bad_after: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
+        for ids in bad_word_ids:
+            if len(ids) > 1:
+                self._bad_after.setdefault(ids[-2], []).append(ids)
 
     def fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:
         """Writes the bits u32[W] of token number `num_output`, counted from 0, after those of
@@ -69,7 +72,8 @@ class Constraint:
         words &= self._always
         if num_output < self._min_tokens:
             words &= self._not_stop
-        for ids in self._sequences:
+        last = output_token_ids[-1] if output_token_ids else -1
+        for ids in self._bad_after.get(last, ()):
             if tuple(output_token_ids[1 - len(ids) :]) == ids[:-1]:
                 words[ids[-1] // BITS] &= np.uint32(ALL ^ (1 << ids[-1] % BITS))
         return "" if words.any() else "the request's settings together allow no token here"
