@@ -139,9 +139,12 @@ def _text_choice(
 # ---- log-probabilities --------------------------------------------------------------------------
 
 
-def _named(data: bytes) -> str:
-    """The token's text, or "bytes:\\xf0\\x9f" where it is a part of a character, as OpenAI has it:
-    two tokens must never have one name."""
+def _named(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text, or "bytes:\\xf0\\x9f" where it is a part of a character, as OpenAI has it,
+    or "token_id:7" where it has none: two tokens must never have one name."""
+    data = tokenizer.token_bytes(token_id)
+    if not data:
+        return f"token_id:{token_id}"
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -154,7 +157,7 @@ def _chat_logprobs(completion: CompletionOutput, tokenizer: Tokenizer) -> dict[s
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": _named(data), "logprob": logprob, "bytes": list(data)}
+        return {"token": _named(tokenizer, token_id), "logprob": logprob, "bytes": list(data)}
 
     return {
         "content": [
@@ -173,7 +176,7 @@ def _columns(
     """The log-probabilities of a completion, which come as columns."""
 
     def name(token_id: int) -> str:
-        return _named(tokenizer.token_bytes(token_id))
+        return _named(tokenizer, token_id)
 
     return {
         "tokens": [name(token_id) for token_id in token_ids],
@@ -190,7 +193,7 @@ def _prompt_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
         str(i): {
             "logprob": value,
             "rank": rank,
-            "decoded_token": _named(tokenizer.token_bytes(i)),
+            "decoded_token": _named(tokenizer, i),
         }
         for i, value, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
     }
@@ -238,7 +241,7 @@ def _starts(
         starts.append(end)
         piece = detokenizer.add((token_id,))
         if not piece and token_id in tokenizer.special_token_ids:
-            name = _named(tokenizer.token_bytes(token_id))
+            name = _named(tokenizer, token_id)
             piece = name if text.startswith(name, end) else ""  # where the caller has written it
         end = min(end + len(piece), len(text))
     return starts

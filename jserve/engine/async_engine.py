@@ -95,8 +95,7 @@ class AsyncEngine:
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
         self._check_open()
-        is_slow = message.messages or message.sampling.structured
-        if len(message.prompt or ()) > INLINE_CHARS or is_slow:
+        if _takes_long(message):
             prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
             self._check_open()
         else:
@@ -237,6 +236,15 @@ class AsyncEngine:
                 call.set_exception(error)
         for subscription in self._subscriptions:
             subscription.fail(error)
+
+
+def _takes_long(message: GenerateRequest) -> bool:
+    """Whether preparing a request may hold up the streams of others."""
+    asked = message.sampling
+    has_rules = asked.structured or asked.bad_words or asked.allowed_token_ids
+    has_choices = (asked.best_of or asked.n) > 1
+    is_long = len(message.prompt or ()) > INLINE_CHARS
+    return bool(is_long or message.messages or has_rules or has_choices)
 
 
 def _settle(call: asyncio.Future[Any], result: Any) -> None:

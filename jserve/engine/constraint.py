@@ -4,6 +4,7 @@ and grammars' matchers: no rows, no devices."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ class Constraint:
         matcher: Matcher | None = None,
     ) -> None:
         self.matcher = matcher
-        self._fault = ""  # why the grammar can say no more
+        self._fault = ""  # why nothing more can be said
         self._min_tokens = min_tokens
         self._not_stop = ~_bits(vocab_size, stop_token_ids)
         never = [ids[0] for ids in bad_word_ids if len(ids) == 1]
@@ -63,12 +64,29 @@ class Constraint:
             if len(ids) > 1:
                 self._bad_after.setdefault(ids[-2], []).append(ids)
 
+    def for_another(self, matcher: Matcher | None) -> Constraint:
+        """The same for another choice that begins; what does not change is shared."""
+        other = copy(self)
+        other.matcher, other._fault = matcher, ""
+        return other
+
     def fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:
         """Writes the bits u32[W] of token number `num_output`, counted from 0, after those of
         `output_token_ids`. Returns why no token may come; "" where some may."""
-        problem = self._fill_by_grammar(words)
-        if problem:
-            return problem
+        try:
+            return self._fault or self._fill(words, output_token_ids, num_output)
+        except Exception as error:  # it may end this output, and no other
+            return self._fault_of(error)
+
+    def _fault_of(self, error: Exception) -> str:
+        self._fault = f"what the output is limited to failed: {error!r:.200}"
+        return self._fault
+
+    def _fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:
+        if self.matcher is None:
+            words.fill(ALL)
+        elif not self.matcher.fill(words):
+            return self.matcher.error or "the grammar allows no token here"
         words &= self._always
         if num_output < self._min_tokens:
             words &= self._not_stop
@@ -78,17 +96,6 @@ class Constraint:
                 words[ids[-1] // BITS] &= np.uint32(ALL ^ (1 << ids[-1] % BITS))
         return "" if words.any() else "the request's settings together allow no token here"
 
-    def _fill_by_grammar(self, words: np.ndarray) -> str:
-        if self.matcher is None:
-            words.fill(ALL)
-            return ""
-        try:
-            if not self._fault and not self.matcher.fill(words):
-                self._fault = self.matcher.error or "the grammar allows no token here"
-        except Exception as error:  # of a library: it may end this output, and no other
-            self._fault = f"the grammar failed: {error!r:.200}"
-        return self._fault
-
     def accept(self, token_id: int) -> None:
         """Goes on by one token."""
         if self.matcher is None:
@@ -97,7 +104,7 @@ class Constraint:
             if not self.matcher.accept(token_id):
                 self._fault = self.matcher.error or f"the grammar does not take token {token_id}"
         except Exception as error:
-            self._fault = f"the grammar failed: {error!r:.200}"
+            self._fault_of(error)
 
     @property
     def is_complete(self) -> bool:

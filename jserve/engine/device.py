@@ -3,6 +3,7 @@ request's life."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -54,11 +55,12 @@ class Runner(Protocol):
 
 
 def token_logprobs(token_id: int, row: int, found: Logprobs, num_top: int) -> TokenLogprobs:
-    """Returns one row's entry, with so many alternatives."""
+    """Returns one row's entry, with so many alternatives, or as many as are possible at all."""
     ids, values = found.top_ids[row, :num_top].tolist(), found.top_logprobs[row, :num_top].tolist()
+    top = [pair for pair in zip(ids, values, strict=True) if pair[1] > -math.inf]
     return TokenLogprobs(
         token_id,
         float(found.logprobs[row]),
-        tuple(zip(ids, values, strict=True)),
+        tuple(top),
         int(found.ranks[row]),
     )

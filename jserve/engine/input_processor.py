@@ -111,13 +111,15 @@ class InputProcessor:
             queue_deadline=self._queue_deadline(message, now),
             cache_keys=_cache_keys(message),
         )
-        first = self._choice(request, message, 0)
-        num_choices = sampling.best_of or sampling.n
-        siblings = tuple(
-            self._choice(_sibling(request, index), message, index)
-            for index in range(1, num_choices)
+        constraint = self._constraint(sampling, view)
+        requests = [request]
+        for index in range(1, sampling.best_of or sampling.n):
+            requests.append(_sibling(request, index, _seed32(sampling.seed, index)))
+        first, *siblings = (
+            self._choice(request, message, index, constraint)
+            for index, request in enumerate(requests)
         )
-        return replace(first, siblings=siblings)
+        return replace(first, siblings=tuple(siblings))
 
     def _view(self, sampling: SamplingParams, num_prompt: int) -> SamplingView:
         """What the scheduler and the sampler need to know of the settings."""
@@ -152,7 +154,9 @@ class InputProcessor:
             else sampling.prompt_logprobs,
         )
 
-    def _choice(self, request: Request, message: GenerateRequest, index: int) -> PreparedRequest:
+    def _choice(
+        self, request: Request, message: GenerateRequest, index: int, constraint: Constraint | None
+    ) -> PreparedRequest:
         sampling = message.sampling
         detokenizer = Detokenizer(
             self.tokenizer,
@@ -163,32 +167,35 @@ class InputProcessor:
             include_stop_str=sampling.include_stop_str,
             min_tokens=sampling.min_tokens,
         )
-        constraint = self._constraint(request, sampling)
+        if constraint is not None:
+            constraint = constraint.for_another(self._matcher(sampling.structured))
         return PreparedRequest(request, sampling, detokenizer, constraint, index)
 
-    def _constraint(self, request: Request, sampling: SamplingParams) -> Constraint | None:
-        if not request.sampling.is_constrained:
+    def _matcher(self, structured: StructuredOutput | None) -> Matcher | None:
+        if structured is None:
             return None
-        matcher = None
-        if sampling.structured is not None:
-            if self._new_matcher is None or not self.limits.eos_token_ids:
-                raise InvalidRequest(
-                    "structured output needs a model with an EOS token; leave the grammar out"
-                )
-            matcher = self._new_matcher(sampling.structured)
+        if self._new_matcher is None or not self.limits.eos_token_ids:
+            raise InvalidRequest(
+                "structured output needs a model with an EOS token; leave the grammar out"
+            )
+        return self._new_matcher(structured)
+
+    def _constraint(self, sampling: SamplingParams, view: SamplingView) -> Constraint | None:
+        """What all choices of a request are limited to, but for the grammar."""
+        if not view.is_constrained:
+            return None
+        vocab_size = self.limits.vocab_size
         return Constraint(
-            self.limits.vocab_size,
+            vocab_size,
             allowed_token_ids=sampling.allowed_token_ids,
             bad_word_ids=self._bad_word_ids(sampling.bad_words),
             min_tokens=sampling.min_tokens,
-            stop_token_ids=[
-                i for i in request.sampling.stop_token_ids if i < self.limits.vocab_size
-            ],
-            matcher=matcher,
+            stop_token_ids=[i for i in view.stop_token_ids if i < vocab_size],
         )
 
     def _bad_word_ids(self, words: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The token sequences of bad words: a text as it is and behind a space."""
+        """The token sequences of bad words: a text as it is and behind a space. Those with a token
+        that the model lacks cannot come anyway."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             if not isinstance(word, str):
@@ -196,7 +203,7 @@ class InputProcessor:
                 continue
             for text in (word, " " + word.lstrip()):
                 found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return [ids for ids in found if ids]
+        return [ids for ids in found if ids and max(ids) < self.limits.vocab_size]
 
     def _checked_fields(self, message: GenerateRequest) -> str:
         if message.model not in ("", self.limits.name):
@@ -334,28 +341,30 @@ def _cache_keys(message: GenerateRequest) -> tuple[tuple[str, str], ...]:
     return tuple(key for key in keys if key[1])
 
 
-def _sibling(request: Request, index: int) -> Request:
-    """Another choice of the same request, not started yet; its prompt is shared, not copied."""
+def _sibling(request: Request, index: int, seed: int) -> Request:
+    """Another choice of the same request; its prompt is shared, not copied. The request has started
+    with its first choice, so that this one may wait for a place."""
     view = request.sampling
     return Request(
         request_id=f"{request.request_id}#{index}",
         prompt_token_ids=request.prompt_token_ids,
-        sampling=replace(view, seed=(view.seed + index) & 0xFFFFFFFF, num_prompt_logprobs=-1),
+        sampling=replace(view, seed=seed, num_prompt_logprobs=-1),
         priority=request.priority,
         tenant=request.tenant,
         request_class=request.request_class,
         arrival_time=request.arrival_time,
         deadline=request.deadline,
-        queue_deadline=request.queue_deadline,
         cache_keys=request.cache_keys,
     )
 
 
-def _seed32(seed: int | None) -> int:
-    """Folds a 64-bit seed into 32 bits; draws one where none is given."""
+def _seed32(seed: int | None, index: int = 0) -> int:
+    """Folds a choice's 64-bit seed into 32 bits, small ones as they are; draws one where none is
+    given."""
     if seed is None:
         return random.getrandbits(32)
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+    seed += index
+    return (seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF  # odd, so that no two halves cancel
 
 
 def reason_name(reason: Any) -> str:

@@ -141,7 +141,8 @@ class OutputProcessor:
             request.finish_reason = FinishReason.STOP
         elif prepared.constraint is not None and not request.is_finished:
             prepared.constraint.accept(token_id)
-            if prepared.constraint.is_complete:  # nothing but an end can follow: none is waited for
+            is_long_enough = live.num_tokens >= prepared.sampling.min_tokens
+            if prepared.constraint.is_complete and is_long_enough:  # only an end can follow
                 self._scheduler.finish(request, FinishReason.STOP)
         return text
 

@@ -148,3 +148,18 @@ def test_settings_that_leave_no_token_end_the_request_with_an_error():
     assert "no token" in ends[request_id][1]
     assert ends[other][0] == "length"
     assert_balanced(engine)
+
+
+@pytest.mark.parametrize("jump_forward", ["always", "off"])
+def test_O16_a_minimum_that_the_form_cannot_reach_is_an_error(jump_forward):
+    engine = arranged("sixteen", jump_forward=jump_forward)
+    form = StructuredOutput.of_choice(["yes"])
+    engine.add(asking(prompt_of(5), structured=form, min_tokens=10))
+    ends = []
+    while engine.has_work:
+        ends += [u for u in engine.step() if u.is_last]
+    assert [u.finish_reason for u in ends] == ["error"]
+    assert "no token" in str(ends[0].error)
+    [text] = texts(engine, [asking(prompt_of(5), structured=form, min_tokens=3)])
+    assert text == "yes"
+    assert_balanced(engine)
