@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jserve.engine.engine import Engine
 from jserve.engine.input_processor import PreparedRequest
 from jserve.engine.kv_events import MAX_BATCHES, KvEventBatch, KvEventFeed, KvSubscription
 from jserve.engine.metrics import EngineMetrics
-from jserve.errors import EngineDead
+from jserve.errors import EngineDead, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate
 from scheduler.request import FinishReason
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 60.0  # a turn that takes longer means that the device does not answer
 INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams keep flowing
+GRAMMAR_THREADS = 4
+MAX_WAITING_GRAMMARS = 64
 _DRAIN_POLL_S = 0.02
 
 
@@ -73,6 +76,8 @@ class AsyncEngine:
         self._feed = KvEventFeed(engine.scheduler.cache, self._call_in_loop)
         self._calls: set[asyncio.Future[Any]] = set()  # the loop's thread only
         self._subscriptions: set[KvSubscription] = set()  # likewise
+        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "jserve-grammars")
+        self._num_compiling = 0  # requests that wait for theirs; the loop's thread only
         self._wake = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
@@ -95,7 +100,10 @@ class AsyncEngine:
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
         self._check_open()
-        if _takes_long(message):
+        if message.sampling.structured:
+            prepared = await self._prepare_with_grammar(message)
+            self._check_open()
+        elif _takes_long(message):
             prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
             self._check_open()
         else:
@@ -108,6 +116,19 @@ class AsyncEngine:
             stream = self._streams[request.request_id] = RequestStream(self, prepared)
             self._send(_New(prepared, stream))
         return stream
+
+    async def _prepare_with_grammar(self, message: GenerateRequest) -> PreparedRequest:
+        """In threads apart, as compiling may take seconds each, and chats are not to wait for it."""
+        if self._num_compiling >= MAX_WAITING_GRAMMARS:
+            raise Overloaded(f"{self._num_compiling} grammars wait to be compiled; try again later")
+        self._num_compiling += 1
+        prepare = self._engine.processor.prepare
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._grammars, prepare, message
+            )
+        finally:
+            self._num_compiling -= 1
 
     def abort(self, stream: RequestStream) -> None:
         """Ends a live request; its stream gets no more updates. By the stream and not by its id,
@@ -153,6 +174,7 @@ class AsyncEngine:
         self._fail_all(EngineDead("the server shut down before the request ended"))
         self._stopping = True
         self._wake.set()
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         while self._thread.is_alive():  # polled: a join in a thread could not be given up
             await asyncio.sleep(_DRAIN_POLL_S)
 
@@ -241,7 +263,7 @@ class AsyncEngine:
 def _takes_long(message: GenerateRequest) -> bool:
     """Whether preparing a request may hold up the streams of others."""
     asked = message.sampling
-    has_rules = asked.structured or asked.bad_words or asked.allowed_token_ids
+    has_rules = asked.bad_words or asked.allowed_token_ids
     has_choices = (asked.best_of or asked.n) > 1
     is_long = len(message.prompt or ()) > INLINE_CHARS
     return bool(is_long or message.messages or has_rules or has_choices)
