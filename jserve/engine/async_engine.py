@@ -118,7 +118,7 @@ class AsyncEngine:
         return stream
 
     async def _prepare_with_grammar(self, message: GenerateRequest) -> PreparedRequest:
-        """In threads apart, as compiling may take seconds each, and chats are not to wait for it."""
+        """In threads apart, as compiling may take seconds, and chats are not to wait for it."""
         if self._num_compiling >= MAX_WAITING_GRAMMARS:
             raise Overloaded(f"{self._num_compiling} grammars wait to be compiled; try again later")
         self._num_compiling += 1

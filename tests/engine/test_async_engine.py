@@ -425,7 +425,7 @@ async def test_grammars_that_take_long_hold_up_neither_chats_nor_the_queue():
         await asyncio.sleep(0)  # each runs up to its own wait
         with pytest.raises(Overloaded, match="64 grammars wait"):
             await front.submit(asking("one more", [1], structured=form))
-        chat = GenerateRequest(messages=[{"role": "user", "content": "hi"}], sampling=BRIEF)
+        chat = GenerateRequest(messages=[{"role": "user", "content": "HI"}], sampling=BRIEF)
         async with asyncio.timeout(TIMEOUT_S):
             assert len(ids(await read(await front.submit(chat)))) == 3
         release.set()
