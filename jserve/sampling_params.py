@@ -62,7 +62,7 @@ class SamplingParams:
       frequency_penalty: subtracted once for each time that it is there; -2 to 2. Both as OpenAI
         defines them: the prompt does not count.
       repetition_penalty: divides the positive logits of tokens of the prompt and the output, and
-        multiplies negative ones (arXiv 1909.05858, as in Hugging Face); above 0, 1 is none.
+        multiplies negative ones (arXiv 1909.05858, as in Hugging Face); 0.01 to 100, 1 is none.
       logit_bias: added to the logits of these token ids, {id: -100 to 100}.
       allowed_token_ids: only these may come; None is all.
       bad_words: what may not come: each a text (as it is and behind a space), or token ids.
@@ -144,16 +144,15 @@ class SamplingParams:
                 raise InvalidRequest(f"{name}={getattr(self, name)!r} is not true or false")
 
     def _checked_repetition_penalty(self) -> float:
-        expected = "a number above 0, at most 100"
-        value = _real("repetition_penalty", self.repetition_penalty, 0, 100, expected)
-        if value == 0:
-            raise InvalidRequest(f"repetition_penalty=0.0 is out of range; use {expected}")
-        return value
+        return _real("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100")
 
     def _checked_logit_bias(self) -> tuple[tuple[int, float], ...]:
         given = self.logit_bias
         pairs = given.items() if isinstance(given, Mapping) else given
-        if not isinstance(given, (Mapping, tuple)) or len(given) > MAX_LOGIT_BIAS:
+        is_known = isinstance(given, Mapping) or (
+            isinstance(given, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in given)
+        )
+        if not is_known or len(given) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias is not an object of at most {MAX_LOGIT_BIAS} token ids and numbers"
             )

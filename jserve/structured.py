@@ -44,6 +44,11 @@ class StructuredOutput:
                 f"{self.kind} is not a text of at most {MAX_GRAMMAR_CHARS} characters"
             )
 
+        if self.kind == GrammarKind.JSON_OBJECT and self.value:
+            raise InvalidRequest(
+                f"json_object takes no value but has {self.value!r:.80}; json_schema takes a schema"
+            )
+
     @classmethod
     def of_json_schema(cls, schema: Any) -> StructuredOutput:
         return cls(GrammarKind.JSON_SCHEMA, _json_text("json_schema", schema))

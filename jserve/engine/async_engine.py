@@ -112,7 +112,7 @@ class AsyncEngine:
         with self._admission:
             num_live = sum(stream.num_choices for stream in self._streams.values())
             self._engine.check_room(prepared, self._streams, num_live, self._inbox_tokens)
-            self._inbox_tokens += request.num_prompt_tokens
+            self._inbox_tokens += prepared.num_queued_tokens
             stream = self._streams[request.request_id] = RequestStream(self, prepared)
             self._send(_New(prepared, stream))
         return stream
@@ -223,7 +223,7 @@ class AsyncEngine:
                 self._readers[item.stream.request_id] = item.stream
                 with self._admission:
                     self._engine.add_prepared(item.prepared)
-                    self._inbox_tokens -= item.prepared.request.num_prompt_tokens
+                    self._inbox_tokens -= item.prepared.num_queued_tokens
             else:
                 item()
 

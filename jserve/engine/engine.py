@@ -117,8 +117,12 @@ class Engine:
             raise InvalidRequest(
                 f"request_id={request.request_id!r} is in use by a live request; choose another"
             )
+        limits, num_choices = self.scheduler.config, len(prepared.choices)
+        most = limits.max_queued_requests + limits.max_num_seqs
+        if num_choices > most:
+            raise InvalidRequest(f"n={num_choices} is more than the {most} choices held at once")
         full = self.scheduler.waiting.why_full(
-            request.num_prompt_tokens, num_live + len(prepared.siblings), num_more_tokens
+            prepared.num_queued_tokens, num_live + num_choices - 1, num_more_tokens
         )
         if full:
             limit, why = full

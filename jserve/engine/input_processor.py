@@ -55,6 +55,11 @@ class PreparedRequest:
     def choices(self) -> tuple[PreparedRequest, ...]:
         return (self, *self.siblings)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait while none of the choices has started."""
+        return self.request.num_prompt_tokens * len(self.choices)
+
 
 class InputProcessor:
     """Prepares requests. Safe to call from any thread.

@@ -58,12 +58,14 @@ class EngineMetrics:
         self._itl = self._latency("inter_token_latency", "Between output tokens of one request.")
         self._e2e = self._latency("e2e_latency", "From arrival to the end of the request.")
         self._queue = self._latency("queue_time", "From arrival to the first step.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests.")
         self._output_tokens = self._counter("output_tokens", "Output tokens.")
         self._forced_tokens = self._counter(
             "forced_tokens", "Output tokens that a grammar forced, which took no step of their own."
         )
-        finished = self._counter("requests_finished", "Requests that ended.", ["reason"])
+        finished = self._counter(
+            "requests_finished", "Choices that ended, n per request.", ["reason"]
+        )
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
 
     def _define_queue_metrics(self) -> None:

@@ -89,6 +89,7 @@ class OutputProcessor:
             if live.prepared.detokenizer.stop_hit is None:
                 text += self._take(live, forced_id)
                 token_ids.append(forced_id)
+        self._metrics.on_forced_tokens(len(token_ids) - 1)
         ending = {}
         if request.is_finished:
             text += live.prepared.detokenizer.finish()
@@ -120,8 +121,8 @@ class OutputProcessor:
             self._metrics.on_first_token(
                 started - request.arrival_time,
                 now - request.arrival_time,
-                request.num_prompt_tokens,
-                request.num_cached_tokens,
+                0 if live.prepared.index else request.num_prompt_tokens,
+                0 if live.prepared.index else request.num_cached_tokens,
                 request.request_class,
             )
         else:
@@ -158,9 +159,7 @@ class OutputProcessor:
             return []
         if self._jump_forward == "auto" and not self._scheduler.saves_time(request, len(forced)):
             return []
-        appended = forced[: self._scheduler.extend(request, forced)]
-        self._metrics.on_forced_tokens(len(appended))
-        return appended
+        return forced[: self._scheduler.extend(request, forced)]
 
     def _ending(self, live: LiveRequest, now: float) -> dict[str, Any]:
         """The fields of a choice's last update; retires it."""

@@ -15,6 +15,7 @@ def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest("logit_bias names a token id twice; give each once")
     _check("logit_bias", biased, vocab_size)
     _check("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check("stop_token_ids", sampling.stop_token_ids, vocab_size)
     for word in sampling.bad_words:
         if not isinstance(word, str):
             _check("bad_words", word, vocab_size)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jserve.errors import InvalidRequest
 from jserve.structured import GrammarKind, StructuredOutput
+from jserve.text.grammar_source import MAX_LARK_CHARS
 from jserve.text.json_schema_rules import (
     ANNOTATIONS,
     OF_SCHEMAS,
@@ -63,7 +64,13 @@ def tool_grammar(
     else:
         output = rules.free(offered)
     rules.add("start", f"{preface} {output}".strip())
-    return StructuredOutput(GrammarKind.LARK, rules.text())
+    text = rules.text()
+    if len(text) > MAX_LARK_CHARS:
+        raise InvalidRequest(
+            f"{len(forced or offered)} functions make a grammar of {len(text)} characters, more than "
+            f"{MAX_LARK_CHARS}; to force a call, or with strict ones, offer fewer or simpler ones"
+        )
+    return StructuredOutput(GrammarKind.LARK, text)
 
 
 class _Rules:

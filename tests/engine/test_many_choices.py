@@ -10,6 +10,7 @@ import pytest
 from jserve.engine.async_engine import _takes_long
 from jserve.engine.device import token_logprobs
 from jserve.engine.input_processor import _seed32
+from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.runner.sampling import Logprobs
 from jserve.sampling_params import SamplingParams
@@ -105,3 +106,20 @@ def test_alternatives_that_cannot_come_are_left_out():
 def test_requests_that_take_long_to_prepare_leave_the_loop_of_streams_alone(fields, expected):
     message = GenerateRequest(prompt="hi", sampling=SamplingParams(**fields))
     assert _takes_long(message) == expected
+
+
+def test_more_choices_than_are_ever_held_are_refused_and_not_asked_to_come_again():
+    t = tiny(max_num_seqs=2, max_queued=2)
+    with pytest.raises(InvalidRequest, match="n=5 is more than the 4 choices"):
+        t.engine.add(asking("a", [1], n=5))
+    t.engine.add(asking("a", [1], 3, n=4))
+    assert len([u for u in run(t.engine) if u.finish_reason]) == 4
+
+
+def test_a_prompt_is_counted_once_whatever_its_choices():
+    t = tiny()
+    t.engine.add(asking("a", list(range(1, 18)), 3, n=4))
+    run(t.engine)
+    assert t.value("prompt_tokens_total") == 17
+    assert t.value("output_tokens_total") == 12
+    assert t.value("prefix_cache_query_tokens_total") == 17

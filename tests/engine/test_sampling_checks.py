@@ -7,6 +7,7 @@ import pytest
 from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
 from jserve.errors import InvalidRequest
 from jserve.sampling_params import SamplingParams
+from jserve.structured import GrammarKind, StructuredOutput
 
 
 @pytest.mark.parametrize("token_id", [100, 191_222, 2**31 - 1])
@@ -34,3 +35,26 @@ def test_min_tokens_above_what_fits_is_refused_with_both_numbers():
     check_min_tokens(params, 9)
     with pytest.raises(InvalidRequest, match="min_tokens=9 is above the 8 tokens"):
         check_min_tokens(params, 8)
+
+
+@pytest.mark.parametrize(
+    "bad", [((1,),), (5,), [(1, 2)], "x", {"a": 1.0}, {1: 1e9}, ((1, float("nan")),)]
+)
+def test_a_bias_of_another_form_is_an_invalid_request(bad):
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        SamplingParams(logit_bias=bad)
+
+
+def test_a_penalty_that_float32_cannot_hold_is_out_of_range():
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty=1e-40 .*0\.01 to 100"):
+        SamplingParams(repetition_penalty=1e-40)
+
+
+def test_stop_ids_that_the_model_lacks_are_refused_by_name():
+    with pytest.raises(InvalidRequest, match="stop_token_ids has the token id 1000000"):
+        check_token_ids(SamplingParams(stop_token_ids=(1_000_000,)), 384)
+
+
+def test_a_value_beside_json_object_is_refused():
+    with pytest.raises(InvalidRequest, match="json_object takes no value"):
+        StructuredOutput(GrammarKind.JSON_OBJECT, "{}")
