@@ -35,6 +35,7 @@ from jserve.runner.compile import (
     compile_steps,
     enable_compilation_cache,
     give_back_memory,
+    keep_freed_memory,
     on_each_compilation,
 )
 from jserve.runner.kv_cache import (
@@ -168,6 +169,8 @@ def _set_up_jax(config: EngineConfig) -> None:
                 f"cannot keep compiled programs in {folder} ({error.strerror}); choose another "
                 "--cache_dir, or --noenable_compilation_cache"
             ) from error
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
 
 
 def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
