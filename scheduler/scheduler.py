@@ -84,21 +84,21 @@ class Scheduler:
         self.is_blocked = False
         self._deadlines.add(request, len(self.running) + len(self.waiting))
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request: Request, reason: FinishReason, *, is_poisoned: bool = False) -> None:
         """Ends a request in any state and frees all it holds; a second call does nothing.
 
-        What it computed stays in the prefix cache, but for FinishReason.ERROR: its KV may hold what
-        is no number.
+        What it computed stays in the prefix cache, unless it is poisoned: its KV may hold what is
+        no number.
         """
         if request.is_finished:
             return
-        failed = reason == FinishReason.ERROR and request.status != RequestStatus.WAITING
+        is_poisoned = is_poisoned and request.status != RequestStatus.WAITING
         if request.status == RequestStatus.RUNNING:
             self._leave_device(request)
         else:
             self.waiting.remove(request)
             self.preemption.drop(request)
-        if failed:
+        if is_poisoned:
             self.pages.forget(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -188,7 +188,7 @@ class Scheduler:
             token_id = int(token_ids[row])
             new_tokens.append(NewToken(request, token_id, row))
             if token_id < 0:
-                self.finish(request, FinishReason.ERROR)
+                self.finish(request, FinishReason.ERROR, is_poisoned=True)
                 request.num_output_tokens = len(request.output_token_ids)
                 continue
             request.output_token_ids.append(token_id)

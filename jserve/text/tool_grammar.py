@@ -67,7 +67,7 @@ def tool_grammar(
     text = rules.text()
     if len(text) > MAX_LARK_CHARS:
         raise InvalidRequest(
-            f"{len(forced or offered)} functions make a grammar of {len(text)} characters, more than "
+            f"{len(forced or offered)} functions make a grammar of {len(text)} characters, over "
             f"{MAX_LARK_CHARS}; to force a call, or with strict ones, offer fewer or simpler ones"
         )
     return StructuredOutput(GrammarKind.LARK, text)

@@ -68,7 +68,7 @@ def test_full_pages_of_output_do_not_enter_the_cache_when_their_request_fails():
     a = add(s, "a", PAGE - 1)
     for _ in range(2 * PAGE):
         turn(s)
-    s.finish(a, FinishReason.ERROR)
+    s.finish(a, FinishReason.ERROR, is_poisoned=True)
     assert s.cache.num_cached == 0
     s.check_integrity()
 
@@ -80,9 +80,9 @@ def test_pages_that_others_hold_stay_until_they_fail_too():
     b = add(s, "a", 2 * PAGE + 2)
     turn(s)
     assert b.num_cached_tokens == 2 * PAGE
-    s.finish(a, FinishReason.ERROR)
+    s.finish(a, FinishReason.ERROR, is_poisoned=True)
     assert num_cached(s, a) == 2
-    s.finish(b, FinishReason.ERROR)
+    s.finish(b, FinishReason.ERROR, is_poisoned=True)
     assert s.cache.num_cached == 0
     s.check_integrity()
 
@@ -96,7 +96,7 @@ def test_pages_computed_behind_those_of_a_failed_request_leave_with_them():
     turn(s)
     assert longer.is_finished
     assert num_cached(s, longer) == 4
-    s.finish(a, FinishReason.ERROR)
+    s.finish(a, FinishReason.ERROR, is_poisoned=True)
     assert s.cache.num_cached == 0
 
 
@@ -118,7 +118,7 @@ def test_a_request_that_fails_before_it_starts_costs_the_cache_nothing():
     add(s, "a", 2 * PAGE, 1)
     turn(s)
     waiting = add(s, "a", 2 * PAGE, 1)
-    s.finish(waiting, FinishReason.ERROR)
+    s.finish(waiting, FinishReason.ERROR, is_poisoned=True)
     assert num_cached(s, waiting) == 2
 
 
@@ -128,6 +128,18 @@ def test_who_waits_for_pages_of_a_request_that_fails_computes_them():
     b = add(s, "a", 3 * PAGE, 1)
     turn(s)
     assert b.status == RequestStatus.WAITING
-    s.finish(a, FinishReason.ERROR)
+    s.finish(a, FinishReason.ERROR, is_poisoned=True)
     assert rows(turn(s)) == [("a", 0, PAGE)]
     assert (b.status, b.num_cached_tokens) == (RequestStatus.RUNNING, 0)
+
+
+def test_an_error_that_is_not_the_models_leaves_the_cache_as_it_is():
+    """Else one caller's bad settings would make a prefix cold that all share."""
+    s = caching()
+    a = add(s, "a", 2 * PAGE + 1, 4)
+    turn(s)
+    s.finish(a, FinishReason.ERROR)
+    again = add(s, "a", 2 * PAGE + 1, 4)
+    turn(s)
+    assert again.num_cached_tokens == 2 * PAGE
+    s.check_integrity()
