@@ -153,6 +153,7 @@ def _open_logs(config: EngineConfig) -> dict[str, Any]:
 
 def _set_up_jax(config: EngineConfig) -> None:
     set_compiler_flags()
+    keep_freed_memory()
     if config.parallel.emulated_cpu_devices:
         try:
             jax.config.update("jax_num_cpu_devices", config.parallel.emulated_cpu_devices)
@@ -169,8 +170,6 @@ def _set_up_jax(config: EngineConfig) -> None:
                 f"cannot keep compiled programs in {folder} ({error.strerror}); choose another "
                 "--cache_dir, or --noenable_compilation_cache"
             ) from error
-    if jax.default_backend() == "cpu":
-        keep_freed_memory()
 
 
 def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:

@@ -27,6 +27,7 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jserve.models.decoder import logits
+from jserve.runner.compile import keep_freed_memory
 from jserve.runner.mesh import make_mesh
 from jserve.runner.sampling import Edits, argmax, sample
 from jserve.runner.step import make_choose, make_sampler_state
@@ -157,6 +158,7 @@ def cost_of_features(V: int) -> None:
 def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"{argv[1:]} are no flags")
+    keep_freed_memory()  # as the server does
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     heads = [tuple(map(int, head.split("x"))) for head in _HEADS.value]
     print("| ms | logits and argmax | choose, nothing asked | more |\n|---|---|---|---|")

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,12 +216,16 @@ def trace_page_copies(mesh: Mesh, kv_pool: Any) -> tuple[jax.stages.Traced, jax.
 def keep_freed_memory() -> None:
     """Has glibc keep what is freed for whatever is allocated next, on a CPU the temporary memory of
     each program, which is one block. Those above 32 MiB come from the system each time otherwise,
-    and to touch new pages takes longer than most of the sampler. Elsewhere it does nothing."""
+    and to touch new pages takes longer than most of the sampler.
+
+    Has to come before jax starts its threads, whose own arenas hold no block above 64 MiB. Does
+    nothing without glibc, or where jax may find other devices.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt is not None and not any(map(find_spec, ("jax_plugins", "libtpu"))):
         mallopt(_M_MMAP_THRESHOLD, 2**31 - 1)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_ARENA_MAX, 1)  # the arenas of threads hold no block above 64 MiB
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back_memory() -> None:
