@@ -219,6 +219,7 @@ def _input_processor(
         classes=scheduler.config.classes,
         queue_timeout_s=config.scheduler.queue_timeout_s,
         new_matcher=lambda structured: grammars.compile(structured).matcher(),
+        knows_grammar=grammars.is_known,
     )
 
 

@@ -141,6 +141,8 @@ class EngineConfig:
             raise ConfigError(f"quantization={self.model.quantization!r}; use none or w8a8")
         if c.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise ConfigError(f"kv_cache_dtype={c.kv_cache_dtype!r}; use auto, int8 or fp8")
+        if not (self.grammar.max_grammar_bytes and self.grammar.grammar_timeout_s):
+            raise ConfigError("max_grammar_bytes and grammar_timeout_s must be above 0")
         if self.runner.jump_forward not in JUMP_FORWARD:
             raise ConfigError(
                 f"jump_forward={self.runner.jump_forward!r}; use {', '.join(JUMP_FORWARD)}"

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 60.0  # a turn that takes longer means that the device does not answer
 INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams keep flowing
-GRAMMAR_THREADS = 4
+GRAMMAR_THREADS = 2
 MAX_WAITING_GRAMMARS = 64
 _DRAIN_POLL_S = 0.02
 
@@ -100,14 +100,17 @@ class AsyncEngine:
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
         self._check_open()
-        if message.sampling.structured:
-            prepared = await self._prepare_with_grammar(message)
+        processor = self._engine.processor
+        prepare = partial(processor.prepare, message, processor.clock())
+        structured = message.sampling.structured
+        if _forces_call(message) or (structured and not processor.knows_grammar(structured)):
+            prepared = await self._with_new_grammar(prepare)
             self._check_open()
-        elif _takes_long(message):
-            prepared = await asyncio.to_thread(self._engine.processor.prepare, message)
+        elif structured or _takes_long(message):
+            prepared = await asyncio.to_thread(prepare)
             self._check_open()
         else:
-            prepared = self._engine.processor.prepare(message)
+            prepared = prepare()
         request = prepared.request
         with self._admission:
             num_live = sum(stream.num_choices for stream in self._streams.values())
@@ -117,16 +120,16 @@ class AsyncEngine:
             self._send(_New(prepared, stream))
         return stream
 
-    async def _prepare_with_grammar(self, message: GenerateRequest) -> PreparedRequest:
+    async def _with_new_grammar(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
         """In threads apart, as compiling may take seconds, and chats are not to wait for it."""
         if self._num_compiling >= MAX_WAITING_GRAMMARS:
             raise Overloaded(f"{self._num_compiling} grammars wait to be compiled; try again later")
         self._num_compiling += 1
-        prepare = self._engine.processor.prepare
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._grammars, prepare, message
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._grammars, prepare)
+        except asyncio.CancelledError:
+            self._check_open()  # draining has cancelled it, and not its caller
+            raise
         finally:
             self._num_compiling -= 1
 
@@ -206,7 +209,7 @@ class AsyncEngine:
                     self._busy_since = None
                     self._wake.wait(idle_s)
             self._engine.close()
-        except Exception as error:
+        except BaseException as error:  # nobody else would end the streams
             log.exception("the engine failed")
             self._closed_because = f"the engine failed: {error!r:.200}"
             self._call_in_loop(self._fail_all, EngineDead(self._closed_because))
@@ -267,6 +270,12 @@ def _takes_long(message: GenerateRequest) -> bool:
     has_choices = (asked.best_of or asked.n) > 1
     is_long = len(message.prompt or ()) > INLINE_CHARS
     return bool(is_long or message.messages or has_rules or has_choices)
+
+
+def _forces_call(message: GenerateRequest) -> bool:
+    """Whether tools may make a grammar, which then is mostly a new one."""
+    is_strict = any(tool.get("function", {}).get("strict") for tool in message.tools or ())
+    return bool(message.tools) and (message.tool_choice not in (None, "none", "auto") or is_strict)
 
 
 def _settle(call: asyncio.Future[Any], result: Any) -> None:

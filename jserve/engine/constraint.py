@@ -28,6 +28,8 @@ class Matcher(Protocol):
 
     def forced_tokens(self) -> list[int]: ...
 
+    def copy(self) -> Matcher: ...
+
 
 class Constraint:
     """The tokens that one choice may take, given what it has so far.
@@ -65,9 +67,9 @@ class Constraint:
                 self._bad_after.setdefault(ids[-2], []).append(ids)
 
     def for_another(self, matcher: Matcher | None) -> Constraint:
-        """The same for another choice that begins; what does not change is shared."""
+        """The same for another choice that begins, at a copy of `matcher`; the rest is shared."""
         other = copy(self)
-        other.matcher, other._fault = matcher, ""
+        other.matcher = matcher and matcher.copy()
         return other
 
     def fill(self, words: np.ndarray, output_token_ids: Sequence[int], num_output: int) -> str:

@@ -239,7 +239,7 @@ class Engine:
             if live is None:  # another choice of its request has failed just now
                 continue
             if token_id == BAD_TOKEN:
-                updates += self._output.fail(live, RequestFailed(_BAD_LOGITS))
+                updates += self._output.fail(live, RequestFailed(_BAD_LOGITS), is_poisoned=True)
             else:
                 updates += self._output.on_token(live, token_id, row, output)
         is_last = not self.has_work

@@ -69,6 +69,7 @@ class InputProcessor:
       classes: those that a request may name.
       queue_timeout_s: longest that any request waits before it starts; 0: no bound.
       new_matcher: compiles a grammar, at its first use, and begins an output of it.
+      knows_grammar: says whether that would take no time.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class InputProcessor:
         classes: Sequence[RequestClass] = (),
         queue_timeout_s: float = 0.0,
         new_matcher: Callable[[StructuredOutput], Matcher] | None = None,
+        knows_grammar: Callable[[StructuredOutput], bool] = lambda structured: False,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -89,16 +91,19 @@ class InputProcessor:
         self._queue_timeout_s = queue_timeout_s or math.inf
         self.chat = ChatInput(tokenizer, chat_template)
         self._why_too_large = why_too_large
-        self._clock = clock
+        self.clock = clock
+        self.knows_grammar = knows_grammar
         self._new_matcher = new_matcher
 
-    def prepare(self, message: GenerateRequest) -> PreparedRequest:
-        """Returns the request to queue.
+    def prepare(
+        self, message: GenerateRequest, arrival_time: float | None = None
+    ) -> PreparedRequest:
+        """Returns the request to queue, which came at `arrival_time`, by default now.
 
         Raises:
           InvalidRequest: naming the field, its value and what is legal.
         """
-        now = self._clock()
+        now = self.clock() if arrival_time is None else arrival_time
         request_id = self._checked_fields(message)
         message, prompt = self._with_prompt(message)
         sampling = message.sampling
@@ -117,11 +122,12 @@ class InputProcessor:
             cache_keys=_cache_keys(message),
         )
         constraint = self._constraint(sampling, view)
+        matcher = self._matcher(sampling.structured)
         requests = [request]
         for index in range(1, sampling.best_of or sampling.n):
             requests.append(_sibling(request, index, _seed32(sampling.seed, index)))
         first, *siblings = (
-            self._choice(request, message, index, constraint)
+            self._choice(request, message, index, constraint and constraint.for_another(matcher))
             for index, request in enumerate(requests)
         )
         return replace(first, siblings=tuple(siblings))
@@ -172,8 +178,6 @@ class InputProcessor:
             include_stop_str=sampling.include_stop_str,
             min_tokens=sampling.min_tokens,
         )
-        if constraint is not None:
-            constraint = constraint.for_another(self._matcher(sampling.structured))
         return PreparedRequest(request, sampling, detokenizer, constraint, index)
 
     def _matcher(self, structured: StructuredOutput | None) -> Matcher | None:

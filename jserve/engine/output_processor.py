@@ -58,12 +58,18 @@ class OutputProcessor:
             self._retire(live, reason, self._clock())
 
     def fail(
-        self, live: LiveRequest, error: JserveError, reason: FinishReason = FinishReason.ERROR
+        self,
+        live: LiveRequest,
+        error: JserveError,
+        reason: FinishReason = FinishReason.ERROR,
+        *,
+        is_poisoned: bool = False,
     ) -> list[RequestUpdate]:
-        """Ends a request, with all of its choices, because one of them cannot go on."""
+        """Ends a request, with all of its choices, because one of them cannot go on; see
+        `Scheduler.finish`."""
         choices, now = live.choices, self._clock()
         for choice in list(self.live[choices.request_id]):
-            self._scheduler.finish(choice.prepared.request, reason)
+            self._scheduler.finish(choice.prepared.request, reason, is_poisoned=is_poisoned)
             if choice is not live:
                 self._retire(choice, reason, now)
                 choices.num_live -= 1

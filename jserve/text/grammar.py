@@ -23,6 +23,7 @@ from jserve.text.tokenizer import Tokenizer
 
 # A chain of definitions recurses once per link: 128 KiB of them need up to 64 MiB of stack.
 COMPILE_STACK_BYTES = 2**28
+WAIT_S = 30.0  # for others that compile
 MAX_COMPILING = 2  # threads that compile at once; one whose time ran out counts until it ends
 # A mask asks how a forced text is written, at each of its tokens: 0.25 ms for 1000 characters. So
 # the text is cut; up to 4 tokens at the cut are dropped, for what follows could change them, and
@@ -88,6 +89,12 @@ class GrammarCompiler:
                     raise _refusal("this vocabulary has no structured output", error) from error
             return self._vocabulary
 
+    def is_known(self, spec: StructuredOutput) -> bool:
+        """Whether `compile` would have nothing to do."""
+        with self._lock:
+            known = self._cache.get(spec)
+            return known is not None and not known.is_spent
+
     def compile(self, spec: StructuredOutput) -> Grammar:
         """The grammar of `spec`. Takes up to seconds: not for the engine's thread.
 
@@ -115,7 +122,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"{spec.kind} has more than {self._max_bytes} bytes")
         source = grammar_source(spec, self._tokenizer)
         vocabulary = self.warm_up()
-        if not self._compiling.acquire(timeout=self._timeout_s):
+        if not self._compiling.acquire(timeout=WAIT_S):
             raise Overloaded(f"{MAX_COMPILING} other grammars are being compiled; try again later")
         future: Future[Grammar] = Future()
 

@@ -11,7 +11,12 @@ from llguidance import LLMatcher
 
 from jserve.errors import InvalidRequest
 from jserve.structured import GrammarKind, StructuredOutput
-from jserve.text.json_schema_rules import MAX_PATTERN_CHARS, check_schema, parse_json
+from jserve.text.json_schema_rules import (
+    MAX_PATTERN_CHARS,
+    check_bounds,
+    check_schema,
+    parse_json,
+)
 from jserve.text.structural_tags import lark_of_structural_tag, lark_text
 from jserve.text.tokenizer import Tokenizer
 
@@ -19,6 +24,7 @@ MAX_LARK_CHARS = 2**14  # compile time grows with the square: 2 s for the worst 
 # One way to write a value: what json.dumps writes. Free white space lets a model spin in it, and
 # a fixed one lets the grammar force whole keys.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_IN_LARK = re.compile(r"%json\s*")
 _ESCAPE_OR_CLASS = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _REPEATED_ANCHOR = re.compile(rf"(?:{_ESCAPE_OR_CLASS})|([\^$][*+?{{])", re.DOTALL)
 
@@ -50,12 +56,23 @@ def _source(spec: StructuredOutput, tokenizer: Tokenizer) -> str:
         case GrammarKind.LARK:
             if len(value) > MAX_LARK_CHARS:
                 raise InvalidRequest(f"{name} has more than {MAX_LARK_CHARS} characters")
+            _check_json_in_lark(name, value)
             return _grammar(lark_grammar=value)
         case GrammarKind.STRUCTURAL_TAG:
             tags = parse_json(name, value)
             return _grammar(
                 lark_grammar=lark_of_structural_tag(name, tags, JSON_OPTIONS, tokenizer)
             )
+
+
+def _check_json_in_lark(name: str, lark: str) -> None:
+    """Checks the schemas in a grammar for what takes long to compile."""
+    for match in _JSON_IN_LARK.finditer(lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name}: %json without a JSON schema behind it") from error
+        check_bounds(f"{name}: %json", schema)
 
 
 def _grammar(**source: Any) -> str:

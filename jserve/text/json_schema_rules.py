@@ -106,7 +106,33 @@ def check_schema(name: str, schema: Any) -> dict[str, Any]:
                 f"{MAX_MULTIPLE_OF}"
             )
         waiting += _children(place, node)
+    check_bounds(name, schema)
     return schema
+
+
+def check_bounds(name: str, value: Any) -> None:
+    """Checks, wherever in `value` a schema might be read from, what takes long to compile: a $ref
+    leads anywhere, and what is compiled too long cannot be stopped.
+
+    Raises:
+      InvalidRequest: naming what is too much.
+    """
+    pattern_chars, multiple = 0, 1
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        if not isinstance(node, dict):
+            continue
+        waiting += node.values()
+        pattern_chars += sum(map(len, _patterns(node)))
+        multiple = math.lcm(multiple, _scaled(node.get("multipleOf", 1)))
+        if pattern_chars > MAX_PATTERN_CHARS or multiple > MAX_MULTIPLE_OF:
+            raise InvalidRequest(
+                f"{name}: patterns of at most {MAX_PATTERN_CHARS} characters in all are supported, "
+                f"and a multipleOf of at most {MAX_MULTIPLE_OF}, the common one of all"
+            )
 
 
 def _check_keywords(where: str, node: dict[str, Any], draft: str, is_root: bool) -> None:

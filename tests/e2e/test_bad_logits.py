@@ -77,3 +77,12 @@ def test_the_offline_api_raises_what_ended_a_request_and_goes_on():
     with pytest.raises(RequestFailed, match="not numbers"):
         llm.generate([[251]], greedy(4))
     assert generate(engine, [[5, 6, 7]], greedy(4))[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_page_of_a_failed_prompt_stays_in_the_cache_with_any_number_of_choices(n):
+    engine = arranged("poisoned")
+    [error] = outcomes(engine, [asking([*prompt_of(20), 251, *prompt_of(20)], n=n)])
+    assert isinstance(error, RequestFailed)
+    assert engine.stats()["pages_cached"] == 0
+    assert_balanced(engine)

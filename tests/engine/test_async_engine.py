@@ -9,12 +9,11 @@ import threading
 
 import pytest
 
-from jserve.engine.async_engine import INLINE_CHARS, MAX_WAITING_GRAMMARS, AsyncEngine
+from jserve.engine.async_engine import INLINE_CHARS, AsyncEngine
 from jserve.engine.kv_events import Cleared, KvEvent, Removed, Stored
 from jserve.errors import EngineDead, InvalidRequest, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.sampling_params import SamplingParams
-from jserve.structured import StructuredOutput
 from tests.engine.tiny import MAX_MODEL_LEN, Tiny, answer, asking, tiny
 
 TIMEOUT_S = 20.0
@@ -98,7 +97,7 @@ async def test_long_texts_and_chats_are_prepared_outside_the_loops_thread(monkey
     threads = []
     prepare = t.engine.processor.prepare
 
-    def noting(message):
+    def noting(message, arrival_time):
         threads.append(threading.current_thread() is threading.main_thread())
         return prepare(message)
 
@@ -404,31 +403,3 @@ async def take(events, held: set[bytes]) -> list[KvEvent]:
 def cached(t: Tiny) -> set[bytes]:
     """The names of the pages that the cache holds; the engine must be idle."""
     return {name for event in t.engine.scheduler.cache.snapshot() for name in event.digests}
-
-
-async def test_grammars_that_take_long_hold_up_neither_chats_nor_the_queue():
-    t = tiny(eos=(96,))
-    release = threading.Event()
-
-    def slow(structured):
-        assert release.wait(TIMEOUT_S)
-        raise InvalidRequest("too slow")
-
-    t.engine.processor._new_matcher = slow
-    form = StructuredOutput.of_choice(["a"])
-    async with running(t) as (front, gate):
-        gate.open()
-        slow_ones = [
-            asyncio.create_task(front.submit(asking(f"g{i}", [1], structured=form)))
-            for i in range(MAX_WAITING_GRAMMARS)
-        ]
-        await asyncio.sleep(0)  # each runs up to its own wait
-        with pytest.raises(Overloaded, match="64 grammars wait"):
-            await front.submit(asking("one more", [1], structured=form))
-        chat = GenerateRequest(messages=[{"role": "user", "content": "HI"}], sampling=BRIEF)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert len(ids(await read(await front.submit(chat)))) == 3
-        release.set()
-        found = await asyncio.gather(*slow_ones, return_exceptions=True)
-        assert all(isinstance(error, InvalidRequest) for error in found)
-    t.assert_idle()

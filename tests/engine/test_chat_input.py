@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from jserve.engine.chat_input import ChatInput
@@ -151,7 +153,7 @@ def test_a_prepared_chat_shows_its_markers_and_has_the_form_of_a_call(chat, toke
         ChatTemplate(TEMPLATE),
         limits,
         lambda num_tokens: None,
-        new_matcher=lambda form: forms.append(form) or object(),
+        new_matcher=lambda form: forms.append(form) or SimpleNamespace(copy=object),
     )
     request = asking(tools=TOOLS, tool_choice="required")
     prepared = processor.prepare(request)

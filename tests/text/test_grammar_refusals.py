@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -317,3 +318,27 @@ def test_o65_a_grammar_that_compiles_too_slowly_is_refused_and_holds_up_a_bounde
             thread.join()
     monkeypatch.undo()
     compiler.compile(spec)
+
+
+HUGE = '{"type":"integer","multipleOf":100000007}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (GrammarKind.LARK, f"start: %json {HUGE}"),
+        (GrammarKind.LARK, f'start: "a" b\nb: %json\n {HUGE}'),
+        (GrammarKind.JSON_SCHEMA, f'{{"$ref": "#/default", "default": {HUGE}}}'),
+        (GrammarKind.JSON_SCHEMA, f'{{"$ref": "#/x-y/0", "x-y": [{HUGE}]}}'),
+        (
+            GrammarKind.JSON_SCHEMA,
+            '{"$ref": "#/const", "const": {"pattern": "' + "a" * 5000 + '"}}',
+        ),
+    ],
+)
+def test_O65_nothing_that_compiles_for_minutes_is_reached_by_a_way_round(kind, value, compiler):
+    """A compile cannot be stopped, and holds one of the few threads for it."""
+    begin = time.monotonic()
+    with pytest.raises(InvalidRequest, match="multipleOf of at most"):
+        compiler.compile(StructuredOutput(kind, value))
+    assert time.monotonic() - begin < 1
