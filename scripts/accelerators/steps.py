@@ -40,10 +40,8 @@ MOST_COLLECTIVES, MOST_CONDITIONALS = 32, 9  # of choosing tokens
 MOST_SENT = 2**17  # elements: 64 rows of blocks' sums, of a vocabulary of 500,000
 SMALLEST_WEIGHT = MIB // 2  # elements; smaller ones are of no account
 
-QUICK = (
-    *("v5e/llama3-8b/tp4", "v6e/llama3-8b/tp1", "7x/qwen3-32b/tp8", "v5p/gemma3-27b/tp4"),
-    *("H200/llama3-8b/tp1", "H200/qwen3-32b/tp8"),
-)
+QUICK_SAMPLERS = "v5e/llama3-8b/tp4", "7x/qwen3-32b/tp8", "H200/llama3-8b/tp1", "H200/qwen3-32b/tp8"
+QUICK_STEPS = *QUICK_SAMPLERS, "v6e/llama3-8b/tp1", "v5p/gemma3-27b/tp4"
 
 
 class Engine(NamedTuple):
@@ -73,9 +71,10 @@ def step_cases() -> list[Case]:
         for model, size in _sizes_that_fit(target):
             name = f"{target.name}/{model}/tp{size}"
             for what, judge in programs.items():
-                kind = "step" if what in BUCKETS else "sampler"
+                is_step = what in BUCKETS
+                kind, quick = ("step", QUICK_STEPS) if is_step else ("sampler", QUICK_SAMPLERS)
                 run = partial(_run, judge, target, model, size)
-                cases.append(Case(f"{kind}/{name}/{what}", run, name in QUICK, limit_s=240))
+                cases.append(Case(f"{kind}/{name}/{what}", run, name in quick, limit_s=240))
     return cases
 
 
@@ -130,8 +129,8 @@ def _forward(engine: Engine, bucket: Bucket) -> Found:
         lambda: trace_forward(engine.options, bucket, engine.params, engine.state),
         pool_bytes,
         {pool_size, pool_size // model.num_layers},
-        # Twice the activations of a layer in float32; nothing that grows with layers or pool.
-        4 * 2 * activations + 16 * MIB,
+        # The activations of a layer in float32; nothing that grows with layers, pool or vocabulary.
+        4 * activations + 16 * MIB,
         *(engine.params, pool, engine.state.sampler.last_tokens),
     )
     # Two sums over the devices in each layer, of the residual stream's size, and one for the split
@@ -205,11 +204,11 @@ def _in_tiles(target: Target, counts: jax.ShapeDtypeStruct) -> int:
 
 
 def _sampler_bytes(engine: Engine, num_rows: int) -> int:
-    """Returns six times a device's part of the logits in float32, and some; on a TPU 64 rows take
+    """Returns seven times a device's part of the logits in float32, and some; on a TPU 64 rows take
     the room of 128 where they are the last axis."""
     model, num_parts = engine.options.model, engine.num_devices
     rows = -(-num_rows // 128) * 128 if engine.target.platform == "tpu" else num_rows
-    return 6 * 4 * rows * (model.vocab_size // num_parts) + 16 * MIB
+    return 7 * 4 * rows * (model.vocab_size // num_parts) + 16 * MIB
 
 
 def _judge_collectives(text: str, engine: Engine, most: int, found: Found) -> None:
