@@ -18,6 +18,8 @@ SCORE = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 SETTINGS = {"max_model_len": 520, "max_num_seqs": 2, "dtype": "float32", "page_size": 16}
 # of the mean negative log-probability, in nats; transformers' own rounding is a tenth of the first
 MOST_OFF = {("none", "auto"): 2e-5, ("w8a8", "auto"): 0.1, ("none", "int8"): 0.02}
+# Two thirds of this model are its embedding, and its activations have larger outliers.
+MOST_OFF_OF_GEMMA = MOST_OFF | {("w8a8", "auto"): 0.25}
 
 
 @pytest.mark.parametrize(("quantization", "kind"), MOST_OFF)
@@ -41,6 +43,7 @@ def test_real_text_is_as_likely_as_transformers_finds_it(
         scored = [entry.logprob for entry in output.prompt_logprobs[1:]]
         assert len(scored) == reference["window"] - 1
         off = abs(-math.fsum(scored) / len(scored) - expected)
-        assert off < MOST_OFF[quantization, kind]
+        most = MOST_OFF_OF_GEMMA if name.startswith("gemma") else MOST_OFF
+        assert off < most[quantization, kind]
         if quantization != "none" or kind != "auto":
             assert off > 1e-5  # it was rounded at all
