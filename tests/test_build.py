@@ -101,7 +101,12 @@ def test_every_setting_of_the_scheduler_reaches_it_with_milliseconds_as_seconds(
 
 def test_limits_of_grammars_reach_their_compiler(monkeypatch):
     made = {}
-    monkeypatch.setattr(build, "GrammarCompiler", lambda *_, **limits: made.update(limits))
+
+    def compiler(*_, **limits):
+        made.update(limits)
+        return SimpleNamespace(is_known=None)
+
+    monkeypatch.setattr(build, "GrammarCompiler", compiler)
     config = engine_config(max_grammar_bytes=9, grammar_timeout_s=0.5, grammar_cache_size=3)
     rules = SimpleNamespace(max_model_len=64, classes=())
     model = SimpleNamespace(vocab_size=256, eos_token_ids=())
