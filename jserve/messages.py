@@ -108,7 +108,7 @@ class RequestUpdate:
     # With the first update of choice 0, where asked for; None for the first token.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
-    num_live_choices: int = 0  # other choices that have not ended
+    num_live_choices: int = 0  # with finish_reason: other choices that have not ended
     stop_reason: str | int | None = None
     error: Exception | None = None  # with finish_reason "error" or "deadline"
     usage: Usage | None = None

@@ -225,8 +225,8 @@ class Packer:
             request = plan.requests[row]
             token_ids[end : end + num] = request.ids_between(start, start + num)
             positions[end : end + num] = np.arange(start, start + num)
-            if _is_scored(request):
-                targets = request.prompt_token_ids[start + 1 : start + num + 1]
+            targets = request.prompt_token_ids[start + 1 : start + num + 1]
+            if _is_scored(request) and len(targets):
                 pieces.append(PromptPiece(row, end, np.asarray(targets, np.int32)))
             end += num
         cu_q_lens = batch["cu_q_lens"]

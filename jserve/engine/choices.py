@@ -20,10 +20,12 @@ class Choices:
 
     def take(self, update: RequestUpdate) -> list[RequestUpdate]:
         """Returns what the client is to hear, after one choice's update."""
-        if update.finish_reason is not None:
-            self.num_live -= 1
+        is_end = update.finish_reason is not None
+        self.num_live -= is_end
         if self.sampling.best_of is None or update.error is not None:
-            return [replace(update, num_live_choices=self.num_live)] if self.num_live else [update]
+            if is_end and self.num_live:
+                update = replace(update, num_live_choices=self.num_live)
+            return [update]
         self._held.setdefault(update.index, []).append(update)
         return [] if self.num_live else self._best()
 

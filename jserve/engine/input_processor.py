@@ -353,17 +353,12 @@ def _cache_keys(message: GenerateRequest) -> tuple[tuple[str, str], ...]:
 def _sibling(request: Request, index: int, seed: int) -> Request:
     """Another choice of the same request; its prompt is shared, not copied. The request has started
     with its first choice, so that this one may wait for a place."""
-    view = request.sampling
-    return Request(
+    return replace(
+        request,
         request_id=f"{request.request_id}#{index}",
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=replace(view, seed=seed, num_prompt_logprobs=-1),
-        priority=request.priority,
-        tenant=request.tenant,
-        request_class=request.request_class,
-        arrival_time=request.arrival_time,
-        deadline=request.deadline,
-        cache_keys=request.cache_keys,
+        sampling=replace(request.sampling, seed=seed, num_prompt_logprobs=-1),
+        queue_deadline=None,
+        output_token_ids=[],
     )
 
 

@@ -89,13 +89,12 @@ class OutputProcessor:
         request, now = live.prepared.request, self._clock()
         is_first = live.first_token_time is None
         self._on_time(live, now)
+        token_ids: tuple[int, ...] = (token_id,)
+        text = self._take(live, token_id)
+        if live.prepared.constraint is not None:
+            forced_text, forced_ids = self._take_forced(live)
+            text, token_ids = text + forced_text, token_ids + forced_ids
         logprobs: tuple[TokenLogprobs, ...] = ()
-        text, token_ids = self._take(live, token_id), [token_id]
-        for forced_id in self._forced_tokens(live):
-            if live.prepared.detokenizer.stop_hit is None:
-                text += self._take(live, forced_id)
-                token_ids.append(forced_id)
-        self._metrics.on_forced_tokens(len(token_ids) - 1)
         ending = {}
         if request.is_finished:
             text += live.prepared.detokenizer.finish()
@@ -107,7 +106,7 @@ class OutputProcessor:
             request_id=live.choices.request_id,
             index=live.prepared.index,
             text=text,
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             logprobs=logprobs,
             prompt_token_ids=tuple(request.prompt_token_ids) if is_first else (),
             prompt_logprobs=tuple(live.prompt_logprobs)
@@ -152,6 +151,17 @@ class OutputProcessor:
             if prepared.constraint.is_complete and is_long_enough:  # only an end can follow
                 self._scheduler.finish(request, FinishReason.STOP)
         return text
+
+    def _take_forced(self, live: LiveRequest) -> tuple[str, tuple[int, ...]]:
+        """Takes in what a choice has to take next, up to a stop string; returns text and ids."""
+        text, token_ids = "", []
+        for token_id in self._forced_tokens(live):
+            if live.prepared.detokenizer.stop_hit is None:
+                text += self._take(live, token_id)
+                token_ids.append(token_id)
+        if token_ids:
+            self._metrics.on_forced_tokens(len(token_ids))
+        return text, tuple(token_ids)
 
     def _forced_tokens(self, live: LiveRequest) -> list[int]:
         """Appends the tokens that a choice has to take next, and returns those appended."""

@@ -152,11 +152,7 @@ class Runner:
 
 def _joined(parts: list[Logprobs], num_tokens: int) -> Logprobs:
     """Returns the scores of one prompt piece, whose last part is padded."""
-    if not parts:  # the last token of a prompt alone: nothing of the prompt comes after it
-        return Logprobs(*[np.zeros((0, 0))] * 4)  # type: ignore[arg-type]
-    join = lambda *arrays: np.concatenate(arrays)[:num_tokens]  # noqa: E731
-    joined: Logprobs = jax.tree.map(join, *parts)
-    return joined
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[:num_tokens], *parts)
 
 
 def _count_row(history: History, V: int) -> np.ndarray:

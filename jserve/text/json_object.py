@@ -109,23 +109,12 @@ class JsonObject:
         return char >= " "
 
 
-class CallObject:
-    """The object of one tool call: {"name": ..., "arguments" or "parameters": {...}}.
+class _Arguments:
+    """The JSON text of a call's arguments, as it grows."""
 
-    Arguments may also be the text of an object. Other members are passed over, but those that may
-    precede the name are few, so that an object which is an answer shows early.
-
-    Attributes:
-      name: the function's name once it is there, one of `names`.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.name: str | None = None
-        self._names = names
+    def __init__(self) -> None:
         self._json = JsonObject()
-        self._key = ""
         self._arguments: list[str] = []
-        self._in_arguments = self._had_arguments = False
 
     @property
     def done(self) -> bool:
@@ -136,6 +125,24 @@ class CallObject:
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
+
+
+class CallObject(_Arguments):
+    """The object of one tool call: {"name": ..., "arguments" or "parameters": {...}}.
+
+    Arguments may also be the text of an object. Other members are passed over, but those that may
+    precede the name are few, so that an object which is an answer shows early.
+
+    Attributes:
+      name: the function's name once it is there, one of `names`.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.name: str | None = None
+        self._names = names
+        self._key = ""
+        self._in_arguments = self._had_arguments = False
 
     def feed(self, char: str) -> bool:
         """Takes one character; False where this is no call of a known function."""
@@ -166,22 +173,12 @@ class CallObject:
         return True
 
 
-class ArgumentsObject:
+class ArgumentsObject(_Arguments):
     """The bare arguments of a call whose name is known; the same face as `CallObject`."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
-        self._json = JsonObject()
-        self._arguments: list[str] = []
-
-    @property
-    def done(self) -> bool:
-        return self._json.done
-
-    def take(self) -> str:
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
 
     def feed(self, char: str) -> bool:
         self._arguments.append(char)

@@ -123,3 +123,16 @@ def test_a_prompt_is_counted_once_whatever_its_choices():
     assert t.value("prompt_tokens_total") == 17
     assert t.value("output_tokens_total") == 12
     assert t.value("prefix_cache_query_tokens_total") == 17
+
+
+def test_only_the_ends_of_choices_say_how_many_others_live():
+    t = tiny()
+    t.engine.add(asking("one", [1, 2], 4))
+    t.engine.add(asking("two", [3, 4], 4, n=2))
+    updates = run(t.engine)
+    assert not any(u.num_live_choices for u in updates if u.request_id == "one")
+    assert [u.num_live_choices for u in updates if u.request_id == "two" and u.finish_reason] == [
+        1,
+        0,
+    ]
+    assert not any(u.num_live_choices for u in updates if not u.finish_reason)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from jserve import sampling_params
 from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
 from jserve.errors import InvalidRequest
 from jserve.sampling_params import SamplingParams
 from jserve.structured import GrammarKind, StructuredOutput
+from scheduler import packer
 
 
 @pytest.mark.parametrize("token_id", [100, 191_222, 2**31 - 1])
@@ -58,3 +60,8 @@ def test_stop_ids_that_the_model_lacks_are_refused_by_name():
 def test_a_value_beside_json_object_is_refused():
     with pytest.raises(InvalidRequest, match="json_object takes no value"):
         StructuredOutput(GrammarKind.JSON_OBJECT, "{}")
+
+
+def test_the_bias_that_may_be_asked_for_is_the_one_that_a_row_has_room_for():
+    """Neither module may import the other, so each names it."""
+    assert sampling_params.MAX_LOGIT_BIAS == packer.MAX_LOGIT_BIAS
