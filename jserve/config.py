@@ -74,9 +74,7 @@ class RunnerSettings:
     layer_loop: str = "auto"  # "switched" (CPU), "unrolled" (GPU), "scanned" (TPU)
     enable_compilation_cache: bool = True
     invariant: bool = False  # tokens and log-probabilities depend on nothing but their sequence
-    jump_forward: str = (
-        "auto"  # what a grammar forces takes no step for each token: "always", "off"
-    )
+    jump_forward: str = "auto"  # steps saved where a grammar forces tokens: "always", "off"
     logprobs_mode: str = "raw"  # of the model's logits; "processed": of what is drawn from
 
 
