@@ -89,10 +89,26 @@ class GrammarSettings:
 class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 50051
-    metrics_port: int = 0  # 0: no Prometheus endpoint
+    enable_http: bool = True
+    http_port: int = 8000
+    metrics_port: int = 0  # 0: no Prometheus endpoint of its own beside /metrics
+    vllm_metrics: bool = False  # the names that vLLM's dashboards read, too
     drain_timeout_s: float = 30.0
+    step_timeout_s: float = 60.0  # a longer one means that the device does not answer
     max_message_bytes: int = 4 * 2**20
+    max_header_bytes: int = 2**14
+    max_open_streams: int = 4096  # calls at once, of all callers
+    max_unread_updates: int = 4096  # of one stream, whose reader is then given up
     enable_cache_service: bool = False  # reset and KV events, for operators and routers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecuritySettings:
+    insecure: bool = False  # listen beyond this machine without TLS and keys
+    api_keys: str = ""  # file with the hashes of keys, and what each may do; "": anyone may call
+    tls_cert: str = ""  # PEM files, read again when they change; "": no TLS
+    tls_key: str = ""
+    tls_client_ca: str = ""  # callers need a certificate that it has signed; "": they need none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +116,9 @@ class LogSettings:
     step_log: str = ""  # file with a record per step; "": none
     request_log: str = ""  # file with a record per ended request; "": none
     request_log_prompts: bool = False  # with their token ids
+    access_log: str = ""  # file with a record per call; "-": standard output; "": none
+    otlp_endpoint: str = ""  # OpenTelemetry collector that gets spans; "": none
+    profile_dir: str = ""  # where /debug/profile writes; "": it is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +132,7 @@ class EngineConfig:
     runner: RunnerSettings = field(default_factory=RunnerSettings)
     grammar: GrammarSettings = field(default_factory=GrammarSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
@@ -123,7 +143,7 @@ class EngineConfig:
                 value = getattr(settings, setting.name)
                 if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
                     raise ConfigError(f"{setting.name}={value} must be a finite number, 0 or more")
-        for name in ("port", "metrics_port"):
+        for name in ("port", "http_port", "metrics_port"):
             if getattr(self.server, name) > MAX_PORT:
                 raise ConfigError(f"{name}={getattr(self.server, name)} is above {MAX_PORT}")
         _check_scheduler(self.scheduler)

@@ -13,8 +13,25 @@ class InvalidRequest(JserveError):
     """The caller's request can never be served as it stands."""
 
 
+class UnknownModel(InvalidRequest):
+    """The caller asks for a model that is not served here."""
+
+
+class Unauthenticated(JserveError):
+    """The caller has not proven who it is, and this server wants that."""
+
+
+class Forbidden(JserveError):
+    """The caller is known, and may not do this."""
+
+
 class Overloaded(JserveError):
-    """The queue is full; the same request may succeed later."""
+    """The queue is full, or the caller's share used up; the same request may succeed later, at the
+    earliest after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(JserveError):
@@ -45,7 +62,10 @@ class WireCode(NamedTuple):
 
 
 WIRE_CODES: dict[type[JserveError], WireCode] = {
+    UnknownModel: WireCode("NOT_FOUND", 404),  # before the kind that it is one of
     InvalidRequest: WireCode("INVALID_ARGUMENT", 400),
+    Unauthenticated: WireCode("UNAUTHENTICATED", 401),
+    Forbidden: WireCode("PERMISSION_DENIED", 403),
     Overloaded: WireCode("RESOURCE_EXHAUSTED", 429),
     DeadlineExceeded: WireCode("DEADLINE_EXCEEDED", 504),
     EngineDead: WireCode("UNAVAILABLE", 503),

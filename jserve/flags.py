@@ -94,19 +94,46 @@ HELP: dict[str, dict[str, str]] = {
         "grammar_cache_size": "Compiled grammars that are kept for requests that repeat them.",
     },
     "server": {
-        "host": "Address to listen on. There is no authentication: open it to trusted networks "
-        "only.",
+        "host": "Address to listen on. One beyond this machine needs --tls_cert and --api_keys, or "
+        "--insecure.",
         "port": "gRPC port; 0 draws a free one.",
-        "metrics_port": "Prometheus port, same host; 0: no endpoint.",
+        "enable_http": "Serve the OpenAI-compatible HTTP API, and the live page.",
+        "http_port": "HTTP port, same host; 0 draws a free one.",
+        "metrics_port": "Port for Prometheus alone, same host, without keys or TLS; 0: none. "
+        "--http_port has /metrics, too.",
+        "vllm_metrics": "Export metrics by the names that vLLM's dashboards and the Kubernetes "
+        "inference gateway read, too.",
         "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
-        "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED.",
+        "step_timeout_s": "Seconds after which a device step counts as stuck, and health turns to "
+        "NOT_SERVING.",
+        "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED, or "
+        "413.",
+        "max_header_bytes": "Largest head of an HTTP request, or metadata of a gRPC call.",
+        "max_open_streams": "Calls at once; one more gets RESOURCE_EXHAUSTED, or 429.",
+        "max_unread_updates": "Updates of a stream that may wait for its reader; then its request "
+        "is aborted.",
         "enable_cache_service": "Serve jserve.v1.CacheService: reset of the prefix cache, and its "
         "events, which show the tokens of every prompt to whoever can connect.",
+    },
+    "security": {
+        "insecure": "Listen on addresses beyond this machine without TLS and keys.",
+        "api_keys": "File with the hashes of API keys and what each may do, read again when it "
+        "changes (docs/security.md); empty: anyone who can connect may call.",
+        "tls_cert": "PEM file with the server's certificate chain, read again when it changes; "
+        "empty: no TLS.",
+        "tls_key": "PEM file with its private key.",
+        "tls_client_ca": "PEM file with the authorities whose certificates callers must have; "
+        "empty: they need none.",
     },
     "log": {
         "step_log": "File for one record per step, replaced at each start; empty: none.",
         "request_log": "File to which each ended request adds one record; empty: none.",
         "request_log_prompts": "Write the prompts' token ids to --request_log.",
+        "access_log": "File to which each call adds one line of JSON, without any prompt; -: "
+        "standard output; empty: none.",
+        "otlp_endpoint": "OpenTelemetry collector that gets a span of each request, such as "
+        "http://localhost:4318 (needs the extra jserve[otel]); empty: none.",
+        "profile_dir": "Folder for the traces of /debug/profile; empty: it is refused.",
     },
 }
 SECTIONS = tuple(HELP)

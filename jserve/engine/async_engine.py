@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jserve.engine.engine import Engine
-from jserve.engine.input_processor import PreparedRequest
+from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.kv_events import MAX_BATCHES, KvEventBatch, KvEventFeed, KvSubscription
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import EngineDead, Overloaded
@@ -89,6 +89,11 @@ class AsyncEngine:
     @property
     def metrics(self) -> EngineMetrics:
         return self._engine.metrics
+
+    @property
+    def processor(self) -> InputProcessor:
+        """The model's limits, tokenizer and chat template."""
+        return self._engine.processor
 
     @property
     def is_ready(self) -> bool:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from jserve.engine.chat_input import ChatInput
 from jserve.engine.constraint import Constraint, Matcher
 from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
-from jserve.errors import InvalidRequest
+from jserve.errors import InvalidRequest, UnknownModel
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.structured import StructuredOutput
@@ -216,7 +216,7 @@ class InputProcessor:
 
     def _checked_fields(self, message: GenerateRequest) -> str:
         if message.model not in ("", self.limits.name):
-            raise InvalidRequest(
+            raise UnknownModel(
                 f"model={message.model!r} is not served here; use {self.limits.name!r}"
             )
         priority = message.priority

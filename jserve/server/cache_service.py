@@ -3,13 +3,13 @@ and the engine's calls: not what a page is."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Protocol
 
 import grpc
 
 from jserve.engine.kv_events import KvEvent, KvEventBatch, Removed, Stored
+from jserve.server.front import Front
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
 from jserve.server.status import end_with_status
@@ -19,26 +19,18 @@ CACHE_SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 MAX_TOKENS = 32_768  # of one message: far below the 4 MiB that a client takes
 
 
-class CachingEngine(Protocol):
-    """What the service needs of an engine; both raise EngineDead."""
-
-    async def reset_prefix_cache(self) -> bool: ...
-
-    def kv_events(self) -> AsyncGenerator[KvEventBatch, None]: ...
-
-
 class CacheService(generate_pb2_grpc.CacheServiceServicer):
-    """jserve.v1.CacheService. `engine` returns the engine, or raises EngineDead without one."""
+    """jserve.v1.CacheService over the engine behind `front`."""
 
-    def __init__(self, engine: Callable[[], CachingEngine]) -> None:
-        self._engine = engine
+    def __init__(self, front: Front) -> None:
+        self._front = front
 
     async def ResetPrefixCache(
         self, message: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResetPrefixCacheResponse:
         try:
             refuse_unknown_fields(message)
-            return pb.ResetPrefixCacheResponse(done=await self._engine().reset_prefix_cache())
+            return pb.ResetPrefixCacheResponse(done=await self._front.engine.reset_prefix_cache())
         except Exception as error:
             await end_with_status(context, error)
 
@@ -47,7 +39,7 @@ class CacheService(generate_pb2_grpc.CacheServiceServicer):
     ) -> AsyncIterator[pb.KvEventBatch]:
         try:
             refuse_unknown_fields(message)
-            async with aclosing(self._engine().kv_events()) as batches:
+            async with aclosing(self._front.engine.kv_events()) as batches:
                 async for batch in batches:
                     for part in batch_to_proto(batch):
                         yield part

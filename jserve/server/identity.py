@@ -1,8 +1,13 @@
-"""Who is calling, as far as the transport has proven it. Knows certificates' names only."""
+"""Who makes a gRPC call, as far as the transport has proven it. Knows metadata and names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import grpc
+
+from jserve.server.caller import Gate
+from jserve.server.front import Call
 
 _NAMES = ("x509_common_name", "x509_subject_alternative_name", "x509_subject")
 
@@ -14,3 +19,23 @@ def identity_of(context: grpc.aio.ServicerContext) -> str:
     properties = context.auth_context()
     names = (name for key in _NAMES for name in properties.get(key, ()) if name)
     return next(names, b"").decode(errors="backslashreplace")
+
+
+def call_of(context: grpc.aio.ServicerContext, gate: Gate, method: str) -> Call:
+    """Returns what is known of a call. Raises Unauthenticated, as `gate` does."""
+    metadata = {name: value for name, value in context.invocation_metadata() or ()}
+    return Call(
+        method=method,
+        caller=gate.admit(api_key_of(metadata), identity_of(context)),
+        peer=context.peer(),
+        traceparent=str(metadata.get("traceparent", "")),
+    )
+
+
+def api_key_of(headers: Mapping[str, str | bytes]) -> str | None:
+    """Returns the key of "authorization: Bearer KEY", or of "x-api-key"; None without. Names are
+    in lower case."""
+    scheme, _, key = str(headers.get("authorization", "")).partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return str(headers["x-api-key"]) if "x-api-key" in headers else None

@@ -14,15 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 
 from jserve.config import EngineConfig, ServerSettings
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import config_from_flags, define_flags, list_in_help
-from jserve.server.grpc_service import SERVICE, Engine, GenerateService, create_server
+from jserve.server.front import Engine, Front
+from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
 
 DRAIN_MARGIN_S = 5.0  # what an engine may take beyond the drain limit before it is left behind
@@ -32,18 +33,6 @@ _BUILD_THREAD = "jserve-build"
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Metered(Protocol):
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine with metrics to export."""
-
-    @property
-    def metrics(self) -> Metered: ...
 
 
 class StopSignals:
@@ -63,7 +52,7 @@ class StopSignals:
 
 async def serve(
     config: EngineConfig,
-    engine_factory: Callable[[EngineConfig], ServedEngine],
+    engine_factory: Callable[[EngineConfig], Engine],
     signals: StopSignals,
 ) -> None:
     """Serves until `signals.stop`, then drains for up to `drain_timeout_s` seconds.
@@ -77,9 +66,9 @@ async def serve(
     """
     began = time.monotonic()
     settings = config.server
-    service = GenerateService()
-    health = EngineHealth(lambda: service.is_ready, [SERVICE])
-    server, port = create_server(settings, service, health)
+    front = Front()
+    health = EngineHealth(lambda: front.is_ready, [SERVICE])
+    server, port = create_server(settings, front, health)
     await health.refresh()
     await server.start()
     polling = asyncio.create_task(health.poll())
@@ -91,7 +80,7 @@ async def serve(
             logger.info("told to stop while loading")
             return
         stop_metrics = _export_metrics(settings, engine)
-        service.open(engine)
+        front.open(engine)
         await health.refresh()
         logger.info(
             "ready: %s on %s, %.1f s after start", _name(config), address, time.monotonic() - began
@@ -100,7 +89,7 @@ async def serve(
         logger.info(
             "draining for up to %g s; a second signal stops at once", settings.drain_timeout_s
         )
-        service.close("the server is draining; send the request to another one")
+        front.close("the server is draining; send the request to another one")
         await health.enter_graceful_shutdown()
         await _unless(signals.hurry, _drain(engine, settings.drain_timeout_s))
         await asyncio.to_thread(stop_metrics)
@@ -147,7 +136,7 @@ async def _in_thread(function: Callable[[], T]) -> T:
     return await result
 
 
-def _export_metrics(settings: ServerSettings, engine: ServedEngine) -> Callable[[], None]:
+def _export_metrics(settings: ServerSettings, engine: Engine) -> Callable[[], None]:
     """Starts the Prometheus endpoint, if one is wanted, and returns what stops it."""
     if not settings.metrics_port:
         return lambda: None
@@ -168,23 +157,21 @@ def _name(config: EngineConfig) -> str:
     return config.model.served_model_name or config.model.model
 
 
-def _build(config: EngineConfig) -> ServedEngine:
+def _build(config: EngineConfig) -> Engine:
     from jserve.build import build_async_engine  # brings jax: seconds, so not before health answers
 
     return build_async_engine(config)
 
 
 async def _serve_until_signalled(
-    config: EngineConfig, engine_factory: Callable[[EngineConfig], ServedEngine]
+    config: EngineConfig, engine_factory: Callable[[EngineConfig], Engine]
 ) -> None:
     signals = StopSignals()
     signals.install()
     await serve(config, engine_factory, signals)
 
 
-def main(
-    argv: Sequence[str], engine_factory: Callable[[EngineConfig], ServedEngine] = _build
-) -> None:
+def main(argv: Sequence[str], engine_factory: Callable[[EngineConfig], Engine] = _build) -> None:
     """Serves as the flags say and returns when told to stop; exits with one line on an error."""
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1:]} are no flags; write --name=value")

@@ -75,7 +75,6 @@ ON_THE_WIRE = [
         for value in NOT_FINITE
     ),
     *((ids(1, timeout_s=value), "timeout_s=.*seconds above 0") for value in (*NOT_FINITE, -1, 0)),
-    (ids(1, model="gpt-5"), "model='gpt-5' is not served here; use 'tiny'"),
     (ids(1, tenant="t" * 300), "tenant must be a string of at most 256"),
     (ids(1, request_id="r" * 300), "request_id must have 1 to 256"),
     (ids(1, priority=2**40), f"priority={2**40} is out of range; use a 32-bit integer"),
@@ -177,3 +176,11 @@ def test_O28_junk_in_a_batch_file_is_an_error_record_and_the_rest_is_answered(tm
         assert 0 < len(record["error"]["message"]) < 10_000, line
     assert answered["response"]["body"]["choices"][0]["token_ids"] == alone(CANARY)
     assert_balanced(engine)
+
+
+async def test_an_unknown_model_is_not_found_and_the_one_that_is_served_is_named():
+    async with serving_real(arranged(max_model_len=LIMIT)) as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.stub.Generate(ids(1, model="gpt-5"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        assert "model='gpt-5' is not served here; use 'tiny'" in caught.value.details()

@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2_grpc
 
 from jserve.client import GenerateClient
 from jserve.config import ServerSettings
-from jserve.server.grpc_service import SERVICE, GenerateService, create_server
+from jserve.server.front import Front
+from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.proto import generate_pb2_grpc
 from tests.server.fake_engine import FakeEngine
@@ -24,7 +25,7 @@ TIMEOUT_S = 20.0  # of anything that is expected to happen at once
 @dataclass
 class Served:
     engine: FakeEngine
-    service: GenerateService
+    front: Front
     health: EngineHealth
     target: str
     client: GenerateClient
@@ -51,18 +52,18 @@ async def serving(
     engine: FakeEngine | None = None, *, loaded: bool = True, **settings: object
 ) -> AsyncIterator[Served]:
     engine = engine or FakeEngine()
-    service = GenerateService()
-    health = EngineHealth(lambda: service.is_ready, [SERVICE])
-    server, port = create_server(ServerSettings(port=0, **settings), service, health)
+    front = Front()
+    health = EngineHealth(lambda: front.is_ready, [SERVICE])
+    server, port = create_server(ServerSettings(port=0, **settings), front, health)
     if loaded:
-        service.open(engine)
+        front.open(engine)
     await health.refresh()
     await server.start()
     polling = asyncio.create_task(health.poll())
     target = f"127.0.0.1:{port}"
     try:
         async with GenerateClient(target) as client, grpc.aio.insecure_channel(target) as channel:
-            yield Served(engine, service, health, target, client, channel)
+            yield Served(engine, front, health, target, client, channel)
     finally:
         polling.cancel()
         await server.stop(0)

@@ -313,15 +313,17 @@ async def test_calls_before_the_engine_is_there_and_after_closing_are_unavailabl
     async with serving(loaded=False) as s:
         with pytest.raises(EngineDead, match="loading"):
             await s.client.generate(asking(1))
-        s.service.open(s.engine)
+        s.front.open(s.engine)
         await s.client.generate(asking(1))
-        s.service.close("draining")
+        s.front.close("draining")
         with pytest.raises(EngineDead, match="draining"):
             await s.client.generate(asking(1))
 
 
 async def test_an_engine_stream_that_just_stops_is_an_internal_error(served):
     class Cut:
+        request_id = "cut"
+
         async def __aiter__(self):
             return
             yield

@@ -28,7 +28,7 @@ async def health_of(served: Served, service: str = "") -> int:
 async def test_o90_health_is_not_serving_while_the_model_loads():
     async with serving(loaded=False) as s:
         assert await health_of(s) == await health_of(s, SERVICE) == Status.NOT_SERVING
-        s.service.open(s.engine)
+        s.front.open(s.engine)
         assert await health_of(s) == await health_of(s, SERVICE) == Status.SERVING
 
 
@@ -57,7 +57,7 @@ async def test_o92_watch_reports_loading_serving_and_shutdown(service):
     async with serving(loaded=False) as s, asyncio.timeout(TIMEOUT_S):
         watch = s.health_stub.Watch(health_pb2.HealthCheckRequest(service=service))
         assert (await watch.read()).status == Status.NOT_SERVING
-        s.service.open(s.engine)
+        s.front.open(s.engine)
         assert (await watch.read()).status == Status.SERVING
         await s.health.enter_graceful_shutdown()
         assert (await watch.read()).status == Status.NOT_SERVING
@@ -90,7 +90,7 @@ async def test_wait_ready_returns_when_serving_and_says_what_it_saw_otherwise():
         with pytest.raises(EngineDead, match="NOT_SERVING"):
             await s.client.wait_ready(0.3)
         waiting = asyncio.create_task(s.client.wait_ready(TIMEOUT_S))
-        s.service.open(s.engine)
+        s.front.open(s.engine)
         await waiting
 
 

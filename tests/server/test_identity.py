@@ -10,6 +10,7 @@ import pytest
 import trustme
 
 from jserve.engine.async_engine import AsyncEngine
+from jserve.server.front import Front
 from jserve.server.grpc_service import GenerateService
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
@@ -29,9 +30,9 @@ async def over_tls(authority: trustme.CA, engine: FakeEngine | AsyncEngine) -> A
         root_certificates=authority.cert_pem.bytes(),
         require_client_auth=True,
     )
-    server, service = grpc.aio.server(), GenerateService()
-    service.add_to(server)
-    service.open(engine)
+    server, front = grpc.aio.server(), Front()
+    GenerateService(front).add_to(server)
+    front.open(engine)
     port = server.add_secure_port("localhost:0", credentials)
     await server.start()
     try:

@@ -1,0 +1,216 @@
+"""What all front ends do with a request, whatever their protocol: who may ask, until when, and what
+is left behind. Knows callers, the engine and errors: no protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from jserve.engine.input_processor import InputProcessor
+from jserve.engine.kv_events import KvEventBatch
+from jserve.engine.metrics import EngineMetrics
+from jserve.errors import EngineDead, Forbidden
+from jserve.messages import GenerateRequest, RequestUpdate, Timings, Usage
+from jserve.server.caller import Caller, Gate, Lease, OpenGate
+
+logger = logging.getLogger(__name__)
+
+
+class RequestStream(Protocol):
+    """Updates of one request, in order, up to the one that `is_last`."""
+
+    request_id: str
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
+
+    def abort(self) -> None: ...  # may be called at any time, also after the end
+
+
+class Engine(Protocol):
+    """What the front ends need of an engine."""
+
+    @property
+    def is_ready(self) -> bool: ...  # false while loading, draining, dead or stuck; never blocks
+
+    @property
+    def processor(self) -> InputProcessor: ...  # the model's limits, tokenizer and chat template
+
+    @property
+    def metrics(self) -> EngineMetrics: ...
+
+    async def submit(self, request: GenerateRequest) -> RequestStream:
+        """Raises InvalidRequest, Overloaded or EngineDead before any work is done."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and no change, while requests use any. Raises
+        EngineDead."""
+        ...
+
+    def kv_events(self) -> AsyncGenerator[KvEventBatch, None]:
+        """Yields what enters and leaves the prefix cache. Raises EngineDead."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new, waits for the live requests for up to `timeout_s` seconds, ends
+        the others with an EngineDead error, then stops the engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call, as its transport tells it."""
+
+    method: str  # "/v1/completions", "jserve.v1.GenerateService/Generate"
+    caller: Caller
+    peer: str = ""  # address
+    traceparent: str = ""  # W3C Trace Context, if the caller sent one
+
+
+@dataclass(slots=True, kw_only=True)
+class CallRecord:
+    """What became of one request of a call. Nothing of its prompt or its output."""
+
+    call: Call
+    began: float  # seconds since 1970
+    request_id: str = ""
+    request_class: str = ""
+    seconds: float = 0.0
+    error: BaseException | None = None  # also of a request that was refused
+    is_aborted: bool = False  # its reader left
+    finish_reasons: list[str] = field(default_factory=list)  # of its choices, in order of ending
+    usages: list[Usage] = field(default_factory=list)  # likewise
+    timings: Timings | None = None  # of the choice that ended last
+
+
+Observer = Callable[[CallRecord], None]  # hears of each request once, at its end; must not block
+
+
+class Answer:
+    """A request that the engine has accepted. Iterate once, and close whatever happens: an answer
+    closed before its last update aborts its request."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        lease: Lease | None,
+        record: CallRecord,
+        on_end: Callable[[CallRecord], None],
+    ) -> None:
+        self.request_id = stream.request_id
+        self._stream = stream
+        self._lease = lease
+        self._record = record
+        self._on_end = on_end
+        self._is_open = True
+        self._is_finished = False
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[RequestUpdate]:
+        """Yields the updates. Raises the error that ended the request, if one did."""
+        record, charged_prompt = self._record, False
+        async for update in self._stream:
+            self._is_finished = update.is_last
+            if self._lease is not None:
+                prompt = 0 if charged_prompt else len(update.prompt_token_ids)
+                charged_prompt = charged_prompt or bool(prompt)
+                self._lease.charge(prompt + len(update.token_ids))
+            if update.finish_reason is not None:
+                record.finish_reasons.append(update.finish_reason)
+                record.timings = update.timings
+                if update.usage is not None:
+                    record.usages.append(update.usage)
+            if update.error is not None:
+                record.error = update.error
+                raise update.error
+            yield update
+        if not self._is_finished:
+            raise RuntimeError(f"the engine's stream of {self.request_id=} ended unfinished")
+
+    def close(self) -> None:
+        """Aborts the request unless it has ended. Harmless when repeated."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if not self._is_finished:
+            self._record.is_aborted = self._record.error is None
+            self._stream.abort()
+        if self._lease is not None:
+            self._lease.close()
+        self._on_end(self._record)
+
+
+class Front:
+    """The way from every front end to an engine that may still be loading."""
+
+    def __init__(self, gate: Gate | None = None, observers: Sequence[Observer] = ()) -> None:
+        self.gate: Gate = gate or OpenGate()
+        self._observers = observers
+        self._engine: Engine | None = None
+        self._closed_because = "the model is still loading; wait until health says ready"
+
+    def open(self, engine: Engine) -> None:
+        """Sends requests to `engine` from now on."""
+        self._engine = engine
+        self._closed_because = ""
+
+    def close(self, reason: str) -> None:
+        """Refuses new requests with EngineDead and `reason`; running ones go on."""
+        self._closed_because = reason
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves new requests. Raises EngineDead while there is none."""
+        if self._closed_because or self._engine is None:
+            raise EngineDead(self._closed_because)
+        return self._engine
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._closed_because and self._engine is not None and self._engine.is_ready
+
+    async def submit(self, request: GenerateRequest, call: Call) -> Answer:
+        """Hands a request to the engine in the name of its caller.
+
+        Raises:
+          Forbidden: the caller may not use this class.
+          Overloaded, InvalidRequest, EngineDead: as the caller's quota and the engine do.
+        """
+        record = CallRecord(call=call, began=time.time(), request_class=request.request_class)
+        lease: Lease | None = None
+        try:
+            caller = call.caller
+            allowed = caller.request_classes
+            if allowed is not None and request.request_class not in allowed:
+                raise Forbidden(
+                    f"request_class={request.request_class!r} is not open to {caller.name!r}; use "
+                    f"one of {sorted(allowed)}"
+                )
+            lease = caller.quota.enter() if caller.quota else None
+            stream = await self.engine.submit(replace(request, identity=caller.tenant))
+        except BaseException as error:  # a call may also be cancelled here
+            if lease is not None:
+                lease.close()
+            record.request_id = request.request_id or ""
+            record.error = error
+            self._tell(record)
+            raise
+        record.request_id = stream.request_id
+        return Answer(stream, lease, record, self._tell)
+
+    def _tell(self, record: CallRecord) -> None:
+        record.seconds = time.time() - record.began
+        for observer in self._observers:
+            try:
+                observer(record)
+            except Exception:  # one that fails must not take the answer with it
+                logger.exception("an observer of calls failed")
