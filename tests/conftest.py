@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -46,3 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def golden(name: str) -> list[dict]:
     """Cases of a real model computed by transformers: see data/golden."""
     return json.loads((DATA / "golden" / f"{name}.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def let_go_of_compiled_programs():
+    """Each compiled program keeps some twenty memory maps, of which Linux gives a process 65,530:
+    beyond them the process is aborted."""
+    yield
+    if "jax" in sys.modules:
+        gc.collect()  # engines first, which hold executables of their own
+        sys.modules["jax"].clear_caches()
+        gc.collect()
