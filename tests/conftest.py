@@ -51,11 +51,14 @@ def golden(name: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def let_go_of_compiled_programs():
-    """Each compiled program keeps some twenty memory maps, of which Linux gives a process 65,530:
-    beyond them the process is aborted."""
+def let_go_of_compiled_programs(request: pytest.FixtureRequest):
+    """Each compiled program keeps many memory maps, of which Linux gives a process 65,530: beyond
+    them the process is aborted."""
     yield
     if "jax" in sys.modules:
-        gc.collect()  # engines first, which hold executables of their own
+        for value in list(vars(request.module).values()):  # engines that a module keeps for itself
+            if getattr(value, "__module__", "") == request.module.__name__:
+                getattr(value, "cache_clear", lambda: None)()
+        gc.collect()
         sys.modules["jax"].clear_caches()
         gc.collect()
