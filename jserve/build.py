@@ -23,6 +23,7 @@ from jserve.engine.input_processor import InputProcessor, ModelLimits
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
+from jserve.engine.vllm_metrics import VllmMetrics
 from jserve.errors import CheckpointError, ConfigError
 from jserve.models.config import ModelConfig
 from jserve.models.decoder import BEST_LOOP, LayerLoop, head_of
@@ -120,7 +121,7 @@ def build_engine(config: EngineConfig) -> Engine:
     swap, state = _swap_space(state, limits.num_host_pages, mesh)
     step_time = FittedStepTime(buckets)
     scheduler = Scheduler(limits, step_time, swap.seconds_per_page if swap else 0.0)
-    metrics = EngineMetrics()
+    metrics = _metrics(config, limits, kv_dtype)
     engine = Engine(
         processor=_input_processor(config, model, tokenizer, scheduler),
         scheduler=scheduler,
@@ -210,7 +211,7 @@ def _input_processor(
         tokenizer,
         chat_template_of(tokenizer),
         ModelLimits(
-            name=config.model.served_model_name or config.model.model,
+            name=_served_name(config),
             vocab_size=model.vocab_size,
             max_model_len=scheduler.config.max_model_len,
             eos_token_ids=eos_token_ids,
@@ -221,6 +222,27 @@ def _input_processor(
         new_matcher=lambda structured: grammars.compile(structured).matcher(),
         knows_grammar=grammars.is_known,
     )
+
+
+def _served_name(config: EngineConfig) -> str:
+    return config.model.served_model_name or config.model.model
+
+
+def _metrics(config: EngineConfig, limits: SchedulerConfig, kv_dtype: jnp.dtype) -> EngineMetrics:
+    metrics = EngineMetrics()
+    if config.server.vllm_metrics:
+        num_pages = limits.num_pages - 1
+        cache_config = {
+            "block_size": limits.page_size,
+            "num_gpu_blocks": num_pages,
+            "num_cpu_blocks": limits.num_host_pages,
+            "cache_dtype": kv_dtype,
+            "enable_prefix_caching": limits.enable_prefix_cache,
+            "gpu_memory_utilization": config.cache.kv_memory_fraction,
+            "kv_cache_size_tokens": num_pages * limits.page_size,
+        }
+        metrics.registry.register(VllmMetrics(metrics.registry, _served_name(config), cache_config))
+    return metrics
 
 
 def _with_small_steps(config: EngineConfig) -> EngineConfig:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from jserve.messages import Timings
 from scheduler.budget import REASONS
 from scheduler.request import FinishReason
 
@@ -22,6 +23,7 @@ LATENCY_BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
 )
+TOKEN_BUCKETS = tuple(scale * 10**i for i in range(5) for scale in (1, 2, 5))
 SLO_KINDS = ("ttft", "itl")
 HOST_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -58,6 +60,11 @@ class EngineMetrics:
         self._itl = self._latency("inter_token_latency", "Between output tokens of one request.")
         self._e2e = self._latency("e2e_latency", "From arrival to the end of the request.")
         self._queue = self._latency("queue_time", "From arrival to the first step.")
+        self._prefill = self._latency("prefill_time", "From the first step to the first token.")
+        self._decode = self._latency("decode_time", "From the first token to the end.")
+        self._inference = self._latency("inference_time", "From the first step to the end.")
+        self._prompt_lengths = self._lengths("request_prompt_tokens", "Of ended requests.")
+        self._output_lengths = self._lengths("request_output_tokens", "Of ended requests.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests.")
         self._output_tokens = self._counter("output_tokens", "Output tokens.")
         self._forced_tokens = self._counter(
@@ -192,10 +199,18 @@ class EngineMetrics:
         self._output_tokens.inc(count)
         self._forced_tokens.inc(count)
 
-    def on_finish(self, reason: str, e2e_s: float) -> None:
-        """Counts an ended request, once. `reason` is one of FINISH_REASONS."""
+    def on_finish(
+        self, reason: str, timings: Timings, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """Counts an ended choice, once. `reason` is one of FINISH_REASONS."""
         self._finished[reason].inc()
-        self._e2e.observe(e2e_s)
+        self._e2e.observe(timings.e2e_s)
+        self._prompt_lengths.observe(prompt_tokens)
+        self._output_lengths.observe(output_tokens)
+        if timings.ttft_s is not None:
+            self._prefill.observe(timings.ttft_s - timings.queue_s)
+            self._decode.observe(timings.e2e_s - timings.ttft_s)
+            self._inference.observe(timings.e2e_s - timings.queue_s)
 
     def on_refusal(self, limit: str) -> None:
         """Counts a request that found no room, by the limit: requests or tokens."""
@@ -279,6 +294,9 @@ class EngineMetrics:
 
     def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(f"jserve_{name}", text, labels, registry=self.registry)
+
+    def _lengths(self, name: str, text: str) -> Histogram:
+        return Histogram(f"jserve_{name}", text, buckets=TOKEN_BUCKETS, registry=self.registry)
 
     def _latency(self, name: str, text: str) -> Histogram:
         return Histogram(

@@ -196,8 +196,9 @@ class OutputProcessor:
         choices.remove(live)
         if not choices:
             del self.live[live.choices.request_id]
-        self._metrics.on_finish(name, now - request.arrival_time)
+        timings = live.timings(now)
+        self._metrics.on_finish(name, timings, request.num_prompt_tokens, live.num_tokens)
         if live.first_token_time is None and reason == FinishReason.DEADLINE:
             self._metrics.on_no_first_token(request.request_class)
         if self._request_log:
-            self._request_log.add(request, live.num_tokens, live.timings(now), name)
+            self._request_log.add(request, live.num_tokens, timings, name)

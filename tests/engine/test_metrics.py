@@ -7,6 +7,7 @@ import timeit
 import pytest
 
 from jserve.engine.metrics import FINISH_REASONS, PHASES, EngineMetrics
+from jserve.messages import Timings
 from scheduler.budget import REASONS
 
 STEP = {
@@ -71,11 +72,16 @@ def test_every_metric_is_there_from_the_start_at_zero(metrics):
 def test_a_request_is_counted_once_by_its_reason_with_its_tokens_and_times(metrics):
     metrics.on_first_token(queue_s=0.25, ttft_s=0.5, prompt_tokens=9, cached_tokens=8)
     metrics.on_token_gap(0.125)
-    metrics.on_finish("stop", e2e_s=0.625)
+    metrics.on_finish("stop", Timings(0.25, 0.5, 0.625, 0.125), 9, 2)
     assert value(metrics, "queue_time_seconds_sum") == 0.25
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "inter_token_latency_seconds_sum") == 0.125
     assert value(metrics, "e2e_latency_seconds_sum") == 0.625
+    assert value(metrics, "prefill_time_seconds_sum") == 0.25
+    assert value(metrics, "decode_time_seconds_sum") == 0.125
+    assert value(metrics, "inference_time_seconds_sum") == 0.375
+    assert value(metrics, "request_prompt_tokens_sum") == 9
+    assert value(metrics, "request_output_tokens_sum") == 2
     assert value(metrics, "prompt_tokens_total") == value(
         metrics, "prefix_cache_query_tokens_total"
     )
@@ -107,7 +113,14 @@ def test_what_meets_and_what_misses_a_target_is_counted_by_class_where_there_is_
 
 def test_an_unknown_finish_reason_is_no_new_series(metrics):
     with pytest.raises(KeyError):
-        metrics.on_finish("tired", 1.0)
+        metrics.on_finish("tired", Timings(0.0, None, 1.0, None), 1, 0)
+
+
+def test_a_request_that_never_had_a_token_has_no_prefill_time(metrics):
+    metrics.on_finish("abort", Timings(0.5, None, 0.5, None), 9, 0)
+    assert value(metrics, "e2e_latency_seconds_count") == 1
+    for name in ("prefill", "decode", "inference"):
+        assert value(metrics, f"{name}_time_seconds_count") == 0
 
 
 def test_a_step_records_each_phase_and_both_kinds_of_tokens(metrics):
