@@ -30,6 +30,7 @@ class Admission:
         self.num_tokens = 0  # prompt tokens that wait to be admitted for the first time
         self.num_preempted = 0
         self.running_of = Counter[str]()  # running requests by class
+        self.waiting_of = Counter[str]()  # waiting ones by class
         self.long: set[Request] = set()  # long prompts in prefill
         self._pages = pages
         self._classes = {c.name: c for c in config.classes}
@@ -85,6 +86,7 @@ class Admission:
             del self._aside[lane]
 
     def _count(self, request: Request, sign: int) -> None:
+        self.waiting_of[request.request_class] += sign
         if request.status == RequestStatus.PREEMPTED:
             self.num_preempted += sign
         else:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
@@ -28,6 +28,8 @@ INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams 
 GRAMMAR_THREADS = 2
 MAX_WAITING_GRAMMARS = 64
 _DRAIN_POLL_S = 0.02
+
+T = TypeVar("T")
 
 
 class RequestStream:
@@ -148,10 +150,29 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and no change, while requests use any of them.
         Raises EngineDead."""
+        return await self._in_engine(self._engine.reset_prefix_cache)
+
+    async def activity(self, since: int) -> dict[str, Any]:
+        """What the engine does now, and its steps after number `since`, fit for JSON. Raises
+        EngineDead."""
+        return await self._in_engine(partial(self._engine.activity, since))
+
+    async def _in_engine(self, function: Callable[[], T]) -> T:
+        """Returns what `function` returns in the engine's thread, between two steps. What it
+        raises ends the call, but a broken invariant the engine. Raises EngineDead, too."""
         self._check_open()
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def work() -> None:
+            try:
+                self._call_in_loop(_settle, done, function())
+            except AssertionError:
+                raise
+            except Exception as error:
+                self._call_in_loop(_settle, done, None, error)
+
         self._calls.add(done)
-        self._send(lambda: self._call_in_loop(_settle, done, self._engine.reset_prefix_cache()))
+        self._send(work)
         try:
             return await done
         finally:
@@ -283,6 +304,10 @@ def _forces_call(message: GenerateRequest) -> bool:
     return bool(message.tools) and (message.tool_choice not in (None, "none", "auto") or is_strict)
 
 
-def _settle(call: asyncio.Future[Any], result: Any) -> None:
-    if not call.done():  # the caller may have left
+def _settle(call: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
+    if call.done():
+        return  # the caller has left
+    if error is None:
         call.set_result(result)
+    else:
+        call.set_exception(error)

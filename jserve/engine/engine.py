@@ -157,6 +157,10 @@ class Engine:
         """What the engine holds right now."""
         return self._recorder.stats()
 
+    def activity(self, since: int) -> dict[str, Any]:
+        """What it does now, and its steps after number `since`, fit for JSON."""
+        return self._recorder.activity.snapshot(since, self._clock())
+
     def idle_s(self) -> float:
         """Returns for how long another turn would do nothing, unless requests come or go."""
         if not self._did_nothing:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from jserve.engine.activity import Activity
 from jserve.engine.device import StepHandle
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.step_log import StepLog
@@ -33,7 +34,7 @@ class StepInFlight:
 
 
 class StepRecorder:
-    """Hears of each step; the engine's thread only.
+    """Hears of each step, and keeps the last ones in `activity`; the engine's thread only.
 
     A step is taken to last from its dispatch, or the results of the step before it if those came
     later, until its own results: a device runs steps one after the other.
@@ -49,6 +50,7 @@ class StepRecorder:
     ) -> None:
         self._scheduler = scheduler
         self._metrics = metrics
+        self.activity = Activity(scheduler, metrics)
         self._step_log = step_log
         self._overlap = overlap
         self._created = self._last_results = time.perf_counter()
@@ -100,6 +102,12 @@ class StepRecorder:
         self._last_results = arrived
         self._scheduler.on_step_time(step.plan, step_s)
         stats = self.show_state()
+        shape = step.plan.shape
+        self.activity.on_step(
+            *(arrived, step_s, step.batch.bucket.num_tokens, shape.decode_rows),
+            *(shape.prefill_tokens, shape.num_rows - shape.decode_rows, step.num_preemptions),
+            stats,
+        )
         if self._step_log:
             self._log(self._step_log, step, arrived - step_s, step_s, stats)
         self._show_changes()

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from jserve.engine.input_processor import InputProcessor
 from jserve.engine.kv_events import KvEventBatch
@@ -49,6 +49,10 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and no change, while requests use any. Raises
         EngineDead."""
+        ...
+
+    async def activity(self, since: int) -> dict[str, Any]:
+        """What it does now, and its steps after number `since`, fit for JSON. Raises EngineDead."""
         ...
 
     def kv_events(self) -> AsyncGenerator[KvEventBatch, None]:

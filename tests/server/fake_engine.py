@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
@@ -162,6 +163,9 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> bool:
         self.num_resets += 1
         return not self.live
+
+    async def activity(self, since: int) -> dict[str, Any]:
+        return {"seq": self.num_emitted, "steps": [], "since": since}
 
     async def kv_events(self) -> AsyncGenerator[KvEventBatch, None]:
         self.num_kv_readers += 1
