@@ -34,6 +34,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 if [ -z "$port" ]; then port=$($serve && say 50051 || say 0); fi
+http_port=$($serve && say 8000 || say 0)
 
 log=$(mktemp)
 server=
@@ -98,7 +99,8 @@ progress() {
 
 begin=$(now_ms)
 say "Server: loading the model and compiling its steps; the first start compiles them, for about a minute"
-start_server --flagfile=configs/cpu_default.flags --model="$model" --port="$port" "$@"
+start_server --flagfile=configs/cpu_default.flags --model="$model" --port="$port" \
+  --http_port="$http_port" "$@"
 took_start=$(since_ms "$begin")
 if [ -t 1 ]; then printf '\r\033[K'; fi
 say "Server: ready on $target after $took_start"

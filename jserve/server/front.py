@@ -179,6 +179,11 @@ class Front:
         return self._engine
 
     @property
+    def loaded_engine(self) -> Engine:
+        """The engine, also while it drains. Raises EngineDead while it loads."""
+        return self._engine or self.engine
+
+    @property
     def is_ready(self) -> bool:
         return not self._closed_because and self._engine is not None and self._engine.is_ready
 

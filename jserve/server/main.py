@@ -25,6 +25,8 @@ from jserve.flags import config_from_flags, define_flags, list_in_help
 from jserve.server.front import Engine, Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
+from jserve.server.http_api import make_app
+from jserve.server.http_server import HttpServer
 
 DRAIN_MARGIN_S = 5.0  # what an engine may take beyond the drain limit before it is left behind
 FLUSH_GRACE_S = 2.0  # for last messages and statuses to reach their readers
@@ -69,8 +71,12 @@ async def serve(
     front = Front()
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
     server, port = create_server(settings, front, health)
+    http = HttpServer(make_app(front, settings), settings) if settings.enable_http else None
     await health.refresh()
     await server.start()
+    if http is not None:
+        await http.start()
+        logger.info("HTTP answers on %s", http.url)
     polling = asyncio.create_task(health.poll())
     address = f"{settings.host}:{port}"
     logger.info("loading %s; health answers on %s", config.model.model, address)
@@ -95,7 +101,8 @@ async def serve(
         await asyncio.to_thread(stop_metrics)
     finally:
         polling.cancel()
-        await server.stop(0 if signals.hurry.is_set() else FLUSH_GRACE_S)
+        grace_s = 0 if signals.hurry.is_set() else FLUSH_GRACE_S
+        await asyncio.gather(server.stop(grace_s), *([http.stop(grace_s)] if http else []))
     logger.info("stopped")
 
 

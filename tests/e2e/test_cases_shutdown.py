@@ -29,7 +29,12 @@ ENDLESS = 4000  # tokens: seconds of work
 async def started(drain_s: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, GenerateClient]]:
     """A server that is ready, and a client of it."""
     flags = [f"--{name}={value}" for name, value in SETTINGS.items()]
-    flags += [f"--model={model('random').folder}", "--port=0", f"--drain_timeout_s={drain_s}"]
+    flags += [
+        f"--model={model('random').folder}",
+        "--port=0",
+        "--http_port=0",
+        f"--drain_timeout_s={drain_s}",
+    ]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, ROOT / "scripts" / "serve.py", *flags),
         cwd=ROOT,

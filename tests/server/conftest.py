@@ -1,4 +1,4 @@
-"""A real gRPC server on a loopback port over the fake engine."""
+"""Real gRPC and HTTP servers on loopback ports over the fake engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from jserve.config import ServerSettings
 from jserve.server.front import Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
+from jserve.server.http_api import make_app
+from jserve.server.http_server import HttpServer
 from jserve.server.proto import generate_pb2_grpc
 from tests.server.fake_engine import FakeEngine
 
@@ -30,6 +32,7 @@ class Served:
     target: str
     client: GenerateClient
     channel: grpc.aio.Channel
+    http: str = ""  # the HTTP server's URL, where one was asked for
 
     @property
     def stub(self) -> generate_pb2_grpc.GenerateServiceStub:
@@ -49,24 +52,31 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None, *, loaded: bool = True, **settings: object
+    engine: FakeEngine | None = None, *, loaded: bool = True, http: bool = False, **settings: object
 ) -> AsyncIterator[Served]:
     engine = engine or FakeEngine()
     front = Front()
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
-    server, port = create_server(ServerSettings(port=0, **settings), front, health)
+    all_settings = ServerSettings(port=0, http_port=0, **settings)
+    server, port = create_server(all_settings, front, health)
+    http_server = HttpServer(make_app(front, all_settings), all_settings) if http else None
     if loaded:
         front.open(engine)
     await health.refresh()
     await server.start()
+    if http_server:
+        await http_server.start()
     polling = asyncio.create_task(health.poll())
     target = f"127.0.0.1:{port}"
     try:
         async with GenerateClient(target) as client, grpc.aio.insecure_channel(target) as channel:
-            yield Served(engine, front, health, target, client, channel)
+            url = http_server.url if http_server else ""
+            yield Served(engine, front, health, target, client, channel, url)
     finally:
         polling.cancel()
         await server.stop(0)
+        if http_server:
+            await http_server.stop(0)
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from typing import Any
 
 from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
-from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest
+from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, UnknownModel
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from tests.fake_engine import FakeProcessor
 
 MODEL = "fake"
+MAX_MODEL_LEN = 10_000
 DEFAULT_MAX_TOKENS = 8
 
 
@@ -111,6 +113,7 @@ class FakeEngine:
 
     def __init__(self, interval_s: float | None = 0.0, max_running: int = 1000) -> None:
         self.metrics = EngineMetrics()
+        self.processor = FakeProcessor(MAX_MODEL_LEN)
         self.is_ready = True
         self.interval_s, self.max_running = interval_s, max_running
         self.submit_error: Exception | None = None
@@ -129,7 +132,7 @@ class FakeEngine:
         if self.submit_error is not None:
             raise self.submit_error
         if request.model not in ("", MODEL):
-            raise InvalidRequest(f"model={request.model!r} is not served here; use {MODEL!r}")
+            raise UnknownModel(f"model={request.model!r} is not served here; use {MODEL!r}")
         if not (request.prompt or request.prompt_token_ids or request.messages):
             raise InvalidRequest("the prompt is empty; give at least one token")
         self.requests.append(request)

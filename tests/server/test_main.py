@@ -65,7 +65,14 @@ class Process:
 async def started(*flags: str) -> AsyncIterator[Process]:
     """A server that is bound and loading."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "tests.server.fake_server", "--port=0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.server.fake_server",
+        "--port=0",
+        "--http_port=0",
+        *flags,
+    ]
     process = Process(
         await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stderr=pipe)
     )

@@ -1,0 +1,148 @@
+"""Reads what an HTTP request says before any endpoint does: who calls, and a body that is JSON and
+small enough. Knows HTTP: no fields of bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from jserve.config import ServerSettings
+from jserve.errors import Forbidden, InvalidRequest
+from jserve.server.front import Call, Front
+from jserve.server.http_errors import ClientGone
+from jserve.server.identity import api_key_of
+
+INLINE_BYTES = 2**16  # longer bodies are parsed in a thread, so that streams keep flowing
+
+T = TypeVar("T")
+
+
+def front_of(request: Request) -> Front:
+    front: Front = request.app.state.front
+    return front
+
+
+def settings_of(request: Request) -> ServerSettings:
+    settings: ServerSettings = request.app.state.settings
+    return settings
+
+
+def call_of_http(request: Request) -> Call:
+    """Returns what is known of a call. Raises Unauthenticated, as the gate does."""
+    certificate = str(request.scope.get("jserve.certificate", ""))
+    client = request.client
+    return Call(
+        method=request.url.path,
+        caller=front_of(request).gate.admit(api_key_of(request.headers), certificate),
+        peer=f"{client.host}:{client.port}" if client else "",
+        traceparent=request.headers.get("traceparent", ""),
+    )
+
+
+def admin_call_of_http(request: Request) -> Call:
+    """The same, of callers who may see what all of them do. Raises Forbidden."""
+    call = call_of_http(request)
+    if not call.caller.is_admin:
+        raise Forbidden(f"{call.method} is for administrators; use a key with admin rights")
+    return call
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Returns the body, a JSON object.
+
+    Raises:
+      HTTPException: 413 as soon as more than `max_message_bytes` have come, 415 for what does not
+        call itself JSON. That, because browsers let any page send other kinds to any address.
+      InvalidRequest: it is no JSON object in UTF-8, or holds NaN, Infinity or too large a number.
+      ClientGone: the client left before it was complete.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, f"content-type {kind!r} is not supported; use application/json")
+    if encoding := request.headers.get("content-encoding"):
+        raise HTTPException(415, f"content-encoding {encoding!r} is not supported; send plain JSON")
+    data = await _read(request, settings_of(request).max_message_bytes)
+    if len(data) <= INLINE_BYTES:
+        return _parse(data)
+    return await asyncio.to_thread(_parse, data)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its request")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit} bytes (--max_message_bytes)")
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data.decode(), parse_constant=_no_number, parse_float=_finite)
+        if b"\\ud" in data or b"\\uD" in data:  # half a surrogate pair, which no text can hold
+            json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"the body is not UTF-8 text: {error.reason}") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {type(body).__name__}; give an object")
+    return body
+
+
+def _no_number(name: str) -> NoReturn:
+    raise InvalidRequest(f"the body holds {name}, which is not JSON; use a finite number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise InvalidRequest(f"the body holds {text:.40}, which no float can; use a smaller number")
+    return number
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what `work` returns; cancels it as soon as the client has left. To be used once the
+    body is read.
+
+    Raises:
+      ClientGone: the client has left.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client left before its answer was complete")
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})  # until it has tidied up
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,83 @@
+"""What all HTTP endpoints share: health, errors, limits of bodies and of open calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import aiohttp
+import pytest
+
+from jserve.config import ServerSettings
+from jserve.errors import ConfigError
+from jserve.server.front import Front
+from jserve.server.http_api import make_app
+from jserve.server.http_server import HttpServer
+from tests.server.conftest import serving
+
+
+async def test_o90_health_is_live_and_not_ready_while_loading():
+    async with serving(loaded=False, http=True) as served, aiohttp.ClientSession() as session:
+        for path, status in (("/health/live", 200), ("/health/ready", 503), ("/health", 503)):
+            async with session.get(served.http + path) as response:
+                assert response.status == status
+        async with session.get(served.http + "/v1/models") as response:
+            assert response.status == 503
+            error = (await response.json())["error"]
+        assert "loading" in error["message"]
+        assert error["type"] == "server_error"
+        served.front.open(served.engine)
+        async with session.get(served.http + "/health/ready") as response:
+            assert response.status == 200
+        served.engine.is_ready = False
+        async with session.get(served.http + "/health") as response:
+            assert response.status == 503
+
+
+async def test_models_lists_the_served_model_and_refuses_others():
+    async with serving(http=True) as served, aiohttp.ClientSession() as session:
+        async with session.get(served.http + "/v1/models") as response:
+            [model] = (await response.json())["data"]
+        assert (model["id"], model["object"]) == ("fake", "model")
+        async with session.get(served.http + "/v1/models/fake") as response:
+            assert await response.json() == model
+        async with session.get(served.http + "/v1/models/org/other") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_metrics_are_the_engines_registry_also_while_draining():
+    async with serving(http=True) as served, aiohttp.ClientSession() as session:
+        served.front.close("draining")
+        async with session.get(served.http + "/metrics") as response:
+            assert "jserve_compilations_after_warmup_total 0.0" in await response.text()
+
+
+async def test_unknown_paths_and_methods_have_openais_error_bodies():
+    async with serving(http=True) as served, aiohttp.ClientSession() as session:
+        async with session.get(served.http + "/v1/nothing") as response:
+            assert response.status == 404
+            assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+        async with session.delete(served.http + "/health") as response:
+            assert response.status == 405
+            assert json.loads(await response.text())["error"]["code"] == "method_not_allowed"
+            assert "GET" in response.headers["allow"]
+
+
+def test_a_port_in_use_is_a_config_error_with_the_remedy():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = ServerSettings(http_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="choose a free --http_port"):
+            HttpServer(make_app(Front(), settings), settings)
+
+
+async def test_localhost_is_served_on_each_of_its_addresses_with_one_port():
+    settings = ServerSettings(host="localhost", http_port=0)
+    server = HttpServer(make_app(Front(), settings), settings)
+    await server.start()
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.close()
+    finally:
+        await server.stop(0)
