@@ -90,6 +90,6 @@ class VllmMetrics(Collector):
         return metric
 
     def _gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
+        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
         gauge.add_metric(list(labels.values()), value)
         return gauge

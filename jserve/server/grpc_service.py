@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -87,7 +87,10 @@ class GenerateService:
 
 
 def create_server(
-    settings: ServerSettings, front: Front, health: EngineHealth
+    settings: ServerSettings,
+    front: Front,
+    health: EngineHealth,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, int]:
     """Returns a bound server, not yet started, and its port (drawn by the system for port 0).
 
@@ -95,6 +98,7 @@ def create_server(
       ConfigError: the address cannot be bound.
     """
     server = grpc.aio.server(
+        interceptors=interceptors,
         options=[
             ("grpc.so_reuseport", 0),  # else a second server silently shares the port
             ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -103,7 +107,7 @@ def create_server(
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 0),
             ("grpc.http2.max_ping_strikes", 0),
-        ]
+        ],
     )
     GenerateService(front).add_to(server)
     add_health(health, server)

@@ -22,6 +22,7 @@ from prometheus_client import start_http_server
 from jserve.config import EngineConfig, ServerSettings
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import config_from_flags, define_flags, list_in_help
+from jserve.server.call_logs import CallLogs
 from jserve.server.front import Engine, Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
@@ -63,15 +64,30 @@ async def serve(
     answers NOT_SERVING meanwhile.
 
     Raises:
-      ConfigError: an address cannot be bound.
+      ConfigError: an address cannot be bound, or a log not be written.
       Exception: whatever `engine_factory` raises.
     """
+    logs = CallLogs(config.log, _name(config))
+    try:
+        await _serve(config, engine_factory, signals, logs)
+    finally:
+        await asyncio.to_thread(logs.close)
+    logger.info("stopped")
+
+
+async def _serve(
+    config: EngineConfig,
+    engine_factory: Callable[[EngineConfig], Engine],
+    signals: StopSignals,
+    logs: CallLogs,
+) -> None:
     began = time.monotonic()
     settings = config.server
-    front = Front()
+    front = Front(observers=logs.observers)
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
-    server, port = create_server(settings, front, health)
-    http = HttpServer(make_app(front, settings), settings) if settings.enable_http else None
+    server, port = create_server(settings, front, health, logs.interceptors)
+    app = logs.around(make_app(front, settings))
+    http = HttpServer(app, settings) if settings.enable_http else None
     await health.refresh()
     await server.start()
     if http is not None:
@@ -103,7 +119,6 @@ async def serve(
         polling.cancel()
         grace_s = 0 if signals.hurry.is_set() else FLUSH_GRACE_S
         await asyncio.gather(server.stop(grace_s), *([http.stop(grace_s)] if http else []))
-    logger.info("stopped")
 
 
 async def _drain(engine: Engine, timeout_s: float) -> None:

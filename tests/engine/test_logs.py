@@ -87,15 +87,39 @@ def test_prompts_are_written_only_when_asked_for_and_a_restart_adds_to_the_log(t
     assert "prompt_token_ids" not in second
 
 
+def wait_until(condition) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < give_up, "the line was never flushed"
+
+
 def test_lines_reach_the_file_though_nothing_follows_them(tmp_path):
     path = tmp_path / "lines"
     log = LineLog("step_log", str(path), "w", flush_s=0.001)
     log.add("last")
-    give_up = time.monotonic() + TIMEOUT_S
-    while path.read_text() != "last\n":
-        assert time.monotonic() < give_up, "the line was never flushed"
+    wait_until(lambda: path.read_text() == "last\n")
     log.close()
     log.close()
+
+
+def test_a_renamed_file_keeps_its_lines_and_a_new_one_gets_those_that_follow(tmp_path):
+    path, rotated = tmp_path / "log", tmp_path / "log.1"
+    log = LineLog("access_log", str(path), "a", flush_s=0.001)
+    log.add("before")
+    wait_until(lambda: path.read_text() == "before\n")
+    path.rename(rotated)
+    log.add("after")
+    wait_until(path.exists)
+    log.close()
+    assert (rotated.read_text(), path.read_text()) == ("before\n", "after\n")
+
+
+def test_a_dash_is_standard_output_which_stays_open(capsys):
+    log = LineLog("access_log", "-", "a")
+    log.add("one")
+    log.close()
+    print("two")
+    assert capsys.readouterr().out == "one\ntwo\n"
 
 
 def test_a_full_disk_is_reported_once_and_serving_goes_on(caplog):
