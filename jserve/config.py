@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,43 @@ class EngineConfig:
             )
         if self.log.request_log_prompts and not self.log.request_log:
             raise ConfigError("request_log_prompts needs a file to write to; give request_log too")
+        _check_security(self.server, self.security)
+
+
+def _check_security(server: ServerSettings, security: SecuritySettings) -> None:
+    if bool(security.tls_cert) != bool(security.tls_key):
+        raise ConfigError("tls_cert and tls_key belong together; give both, or neither")
+    if security.tls_client_ca and not security.tls_cert:
+        raise ConfigError("tls_client_ca checks callers over TLS; give tls_cert and tls_key too")
+    if security.insecure or is_loopback(server.host):
+        return
+    if not (security.tls_cert and security.api_keys):
+        raise ConfigError(
+            f"host={server.host!r} can be reached from other machines: give tls_cert, tls_key and "
+            "api_keys, or host=127.0.0.1; or insecure, if whoever reaches it may do and read all"
+        )
+    if server.metrics_port:
+        raise ConfigError(
+            f"metrics_port={server.metrics_port} has neither TLS nor keys, and can be reached from "
+            f"other machines at host={server.host!r}: use /metrics of http_port with an admin key "
+            "and metrics_port=0; or insecure, if whoever reaches it may read it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`, an address or a name. A name
+    that is not known is taken for the worst."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    if not host:  # all addresses, to whoever binds it
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
 def _check_scheduler(s: SchedulerSettings) -> None:

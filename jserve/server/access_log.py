@@ -28,6 +28,7 @@ _OF_HTTP = {code.http: code for code in _OF_GRPC.values()}
 _OF_KIND = {2: "OK", 3: "OK", 4: "INVALID_ARGUMENT", 5: "INTERNAL"}  # of HTTP codes not above
 # Asked every few seconds by machines, so that they are logged only where they fail.
 QUIET = ("/health", "/metrics", "/debug/state", "/grpc.health.v1.Health/")
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
 
 # The records of the call that runs in this context, so that none is logged twice.
 _told: ContextVar[list[CallRecord] | None] = ContextVar("jserve_told", default=None)
@@ -137,13 +138,12 @@ class GrpcAccessLog(grpc.aio.ServerInterceptor):
         handler, method = await continuation(details), details.method
         if handler is None:
             return handler
-        codec = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary is not None:
-            logged = self._unary(handler.unary_unary, method)
-            return grpc.unary_unary_rpc_method_handler(logged, *codec)
-        if inspect.isasyncgenfunction(handler.unary_stream):  # not those of health and reflection
-            logged = self._streaming(handler.unary_stream, method)
-            return grpc.unary_stream_rpc_method_handler(logged, *codec)
+        kind = next(kind for kind in _KINDS if getattr(handler, kind))
+        behavior = getattr(handler, kind)
+        if not handler.response_streaming:
+            return handler._replace(**{kind: self._unary(behavior, method)})
+        if inspect.isasyncgenfunction(behavior):  # not that of health
+            return handler._replace(**{kind: self._streaming(behavior, method)})
         return handler
 
     def _unary(self, behavior: Any, method: str) -> Any:

@@ -19,6 +19,10 @@ class Quota(Protocol):
         """Raises Overloaded, with `retry_after_s`, where the caller has used up its share."""
         ...
 
+    def headers(self) -> dict[str, str]:
+        """Returns what is left, for the caller to see."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:

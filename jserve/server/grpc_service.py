@@ -18,6 +18,7 @@ from jserve.server.front import Front
 from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
 from jserve.server.identity import call_of
 from jserve.server.proto import generate_pb2 as pb
+from jserve.server.security import GrpcGuard
 from jserve.server.status import end_with_status
 from jserve.server.wire import answer_to_proto, request_from_proto, update_to_proto
 
@@ -91,17 +92,21 @@ def create_server(
     front: Front,
     health: EngineHealth,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> tuple[grpc.aio.Server, int]:
-    """Returns a bound server, not yet started, and its port (drawn by the system for port 0).
+    """Returns a bound server, not yet started, and its port (drawn by the system for port 0). It
+    speaks TLS with `credentials`.
 
     Raises:
       ConfigError: the address cannot be bound.
     """
     server = grpc.aio.server(
-        interceptors=interceptors,
+        interceptors=[*interceptors, GrpcGuard(front.gate, settings.max_open_streams)],
         options=[
             ("grpc.so_reuseport", 0),  # else a second server silently shares the port
             ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_metadata_size", settings.max_header_bytes),
+            ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
             # Idle clients may ping as often as they like: gRPC's default closes the connection
             # of one that does so more than twice in five minutes.
             ("grpc.keepalive_permit_without_calls", 1),
@@ -118,7 +123,12 @@ def create_server(
     reflection.enable_server_reflection(services, server)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        port = server.add_insecure_port(f"{host}:{settings.port}")
+        address = f"{host}:{settings.port}"
+        port = (
+            server.add_secure_port(address, credentials)
+            if credentials
+            else server.add_insecure_port(address)
+        )
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen on {host}:{settings.port}; choose a free --port (0 draws one) and a "

@@ -16,6 +16,7 @@ from jserve.errors import JserveError, Overloaded
 from jserve.server import http_health
 from jserve.server.front import Front
 from jserve.server.http_errors import ClientGone, error_response, on_error
+from jserve.server.http_guard import HttpGuard
 
 # What each part of the API adds, in order of matching.
 ROUTES: tuple[Callable[[Front], list[Route]], ...] = (http_health.routes,)
@@ -35,6 +36,7 @@ def make_app(
     app.state.front = front
     app.state.settings = settings
     app.add_middleware(OpenCalls, limit=settings.max_open_streams)
+    app.add_middleware(HttpGuard, gate=front.gate, max_header_bytes=settings.max_header_bytes)
     return app
 
 

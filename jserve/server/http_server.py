@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from jserve.config import ServerSettings
 from jserve.errors import ConfigError
+from jserve.server.http_connection import HttpConnection
 
 KEEP_ALIVE_S = 75  # longer than the pools of common clients and proxies keep a connection
 _BACKLOG = 2048
@@ -45,7 +46,7 @@ class HttpServer:
         self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         config = uvicorn.Config(
             app,
-            http="h11",  # the one that bounds a request's head
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

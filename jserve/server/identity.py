@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 
 import grpc
@@ -34,8 +35,15 @@ def call_of(context: grpc.aio.ServicerContext, gate: Gate, method: str) -> Call:
 
 def api_key_of(headers: Mapping[str, str | bytes]) -> str | None:
     """Returns the key of "authorization: Bearer KEY", or of "x-api-key"; None without. Names are
-    in lower case."""
-    scheme, _, key = str(headers.get("authorization", "")).partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
+    in lower case. A browser asks for a name and a password and sends both as "Basic": there the
+    password is the key, whatever the name (RFC 7617)."""
+    scheme, _, sent = str(headers.get("authorization", "")).partition(" ")
+    sent = sent.strip()
+    if scheme.lower() == "bearer" and sent:
+        return sent
+    if scheme.lower() == "basic" and sent:
+        try:
+            return base64.b64decode(sent, validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""  # which is nobody's
     return str(headers["x-api-key"]) if "x-api-key" in headers else None

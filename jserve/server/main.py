@@ -28,6 +28,8 @@ from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
+from jserve.server.security import gate_of
+from jserve.server.tls import TlsFiles
 
 DRAIN_MARGIN_S = 5.0  # what an engine may take beyond the drain limit before it is left behind
 FLUSH_GRACE_S = 2.0  # for last messages and statuses to reach their readers
@@ -83,11 +85,14 @@ async def _serve(
 ) -> None:
     began = time.monotonic()
     settings = config.server
-    front = Front(observers=logs.observers)
+    front = Front(gate_of(config), logs.observers)
+    tls = TlsFiles(config.security) if config.security.tls_cert else None
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
-    server, port = create_server(settings, front, health, logs.interceptors)
+    credentials = tls.grpc_credentials() if tls else None
+    server, port = create_server(settings, front, health, logs.interceptors, credentials)
     app = logs.around(make_app(front, settings))
-    http = HttpServer(app, settings) if settings.enable_http else None
+    context = tls.http_context() if tls else None
+    http = HttpServer(app, settings, context) if settings.enable_http else None
     await health.refresh()
     await server.start()
     if http is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import NoReturn
 
 import grpc
 
-from jserve.errors import wire_code
+from jserve.errors import Overloaded, wire_code
 
 MAX_DETAIL_CHARS = 1000  # a status travels in trailers, which peers limit to 8 KiB in all
 
@@ -25,5 +26,15 @@ async def end_with_status(context: grpc.aio.ServicerContext, error: Exception) -
         details = f"internal error ({type(error).__name__}); the server's log has the details"
     if len(details) > MAX_DETAIL_CHARS:
         details = details[:MAX_DETAIL_CHARS] + "..."
-    await context.abort(code, details)
+    advice = _retry_advice(error) if isinstance(error, Overloaded) else ()
+    await context.abort(code, details, advice)
     raise AssertionError("abort always raises")
+
+
+def _retry_advice(error: Overloaded) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata: when to try again, for people and for gRPC's own retries.
+
+    Source: gRFC A6, "Pushback".
+    """
+    wait_ms = str(math.ceil(error.retry_after_s * 1e3))
+    return ("retry-after-ms", wait_ms), ("grpc-retry-pushback-ms", wait_ms)
