@@ -215,6 +215,7 @@ def _input_processor(
             vocab_size=model.vocab_size,
             max_model_len=scheduler.config.max_model_len,
             eos_token_ids=eos_token_ids,
+            hidden_size=model.hidden_size,
         ),
         scheduler.why_too_large,
         classes=scheduler.config.classes,

@@ -102,11 +102,7 @@ class LLM:
           InvalidRequest: for the first bad prompt, named by its index, before anything runs.
           DeadlineExceeded, EngineDead: what ended a request; the call's other ones are aborted.
         """
-        requests = [
-            GenerateRequest(prompt=p) if isinstance(p, str) else GenerateRequest(prompt_token_ids=p)
-            for p in _prompt_list(prompts)
-        ]
-        return self._run(requests, params, use_tqdm)
+        return self._run(_requests(prompts), params, use_tqdm)
 
     def chat(
         self,
@@ -149,6 +145,20 @@ class LLM:
             for talk in talks
         ]
         return self._run(requests, params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "last",
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Returns the embedding of each prompt, `.embedding` f32[D] of length 1, in their order.
+
+        It is the hidden state of the prompt's last token, or with pooling="mean" the mean over all
+        of them. Otherwise as `generate`.
+        """
+        requests = [dataclasses.replace(r, pooling=pooling) for r in _requests(prompts)]
+        return self._run(requests, None, use_tqdm)
 
     def close(self) -> None:
         """Stops the engine and frees its memory. Closing twice is harmless."""
@@ -226,6 +236,13 @@ def _is_list(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return all(isinstance(i, Integral) and not isinstance(i, bool) for i in value)
+
+
+def _requests(prompts: Any) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(prompt=p) if isinstance(p, str) else GenerateRequest(prompt_token_ids=p)
+        for p in _prompt_list(prompts)
+    ]
 
 
 def _prompt_list(prompts: Any) -> list[str | list[int]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jserve.sampling_params import SamplingParams
 
 
@@ -22,6 +24,8 @@ class GenerateRequest:
       add_generation_prompt: with messages, the prompt ends with the head of the answer's turn.
       continue_final_message: the answer goes on with the last message instead of a new turn.
       template_args: with messages, further variables of the template, such as enable_thinking.
+      pooling: "last" or "mean": instead of text, the prompt's embedding, from the hidden state of
+        its last token or the mean over all of them.
       request_id: the caller's name for it, unique among live requests; None draws one.
       model: the name the caller expects to be served; "" is any.
       priority: lower is served first; added to that of its class.
@@ -41,6 +45,7 @@ class GenerateRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_args: Mapping[str, Any] | None = None
+    pooling: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     model: str = ""
@@ -97,6 +102,7 @@ class RequestUpdate:
     ids while a character or a possible stop string is incomplete.
     finish_reason is "stop", "length", "abort", "deadline" or "error".
     stop_reason is the stop string or stop token id that ended it, if one did.
+    embedding f32[D], of length 1, comes with the one update of a request with pooling.
     """
 
     request_id: str
@@ -107,6 +113,7 @@ class RequestUpdate:
     prompt_token_ids: tuple[int, ...] = ()  # with the first update only
     # With the first update of choice 0, where asked for; None for the first token.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: np.ndarray | None = field(default=None, compare=False)
     finish_reason: str | None = None
     num_live_choices: int = 0  # with finish_reason: other choices that have not ended
     stop_reason: str | int | None = None

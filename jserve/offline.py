@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jserve.errors import EngineDead, JserveError
 from jserve.messages import (
     GenerateRequest,
@@ -46,7 +48,8 @@ class CompletionOutput:
 class RequestOutput:
     """What became of one prompt. `prompt` is None where ids or chat messages were given.
 
-    `outputs` holds the n choices in order of index. `prompt_logprobs` has one entry per prompt
+    `outputs` holds the n choices in order of index; where an embedding was asked for there are
+    none, and `embedding` f32[D] is it. `prompt_logprobs` has one entry per prompt
     token, the first one None, or is None where none were asked. `usage` counts the prompt once and
     all that was generated, choices that `best_of` left out included.
     `metrics` holds seconds: queue_s, ttft_s, e2e_s, and itl_s, the mean gap between tokens; those
@@ -60,6 +63,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     usage: Usage
     metrics: Timings | None
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -91,12 +95,15 @@ class _Live:
             request_id=choices[0].request_id,
             prompt=self.request.prompt,
             prompt_token_ids=list(choices[0].prompt_token_ids),
-            outputs=[_completion(c, sampling.logprobs is not None) for c in choices],
+            outputs=[]
+            if self.request.pooling
+            else [_completion(c, sampling.logprobs is not None) for c in choices],
             prompt_logprobs=None
             if sampling.prompt_logprobs is None
             else list(choices[0].prompt_logprobs),
             usage=Usage.of_choices(c.usage for c in choices if c.usage is not None),
             metrics=self.updates[-1].timings,
+            embedding=choices[0].embedding,
         )
 
 

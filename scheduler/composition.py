@@ -126,14 +126,15 @@ class Composer:
 
     def _commit_chunk(self, request: Request, count: int, ending: list[Request]) -> bool:
         """Counts a piece of a prompt as computed. Returns whether it yields a token; if that is the
-        request's last one, it is put on the list of those ending."""
+        request's last one, or none is wanted, it is put on the list of those ending."""
         slots, slot = self._slots, request.slot
         start = int(slots.num_computed[slot])
         end = start + count
-        samples = end == int(slots.num_tokens[slot])
+        is_whole = end == int(slots.num_tokens[slot])
+        samples = is_whole and request.sampling.max_tokens > 0
         slots.num_computed[slot] = end
-        if samples:
-            slots.num_tokens[slot] = end + 1
+        if is_whole:
+            slots.num_tokens[slot] = end + samples
             slots.is_decoding[slot] = end + 1 < slots.end[slot]
             if not slots.is_decoding[slot]:
                 ending.append(request)

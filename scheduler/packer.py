@@ -154,6 +154,7 @@ class PackedBatch:
     bias: Bias | None = None
     histories: Sequence[History] = ()
     prompt_pieces: Sequence[PromptPiece] = ()
+    pooled_rows: np.ndarray | None = None  # i32[max_tokens], see Packer; None if nothing is pooled
     copies_out: np.ndarray = field(default_factory=lambda: NO_COPIES)  # i32[n,2] (device, host)
     copies_in: np.ndarray = field(default_factory=lambda: NO_COPIES)  # i32[m,2] (host, device)
 
@@ -168,6 +169,7 @@ class Packer:
         self._page_size = config.page_size
         self._max_pages = config.max_pages_per_seq
         self._null_slot = slots = config.max_num_seqs  # where padding rows keep their token
+        self._max_tokens = max(bucket.num_tokens for bucket in buckets)
         self._wants = np.zeros(slots, np.int32)
         self._settings: dict[str, np.ndarray] = {
             name: np.zeros(slots, dtype) for name, dtype in _SETTINGS.items()
@@ -177,8 +179,10 @@ class Packer:
     def pack(self, plan: StepPlan) -> PackedBatch:
         """Returns the batch of a plan with at least one row, before the next plan is made."""
         count = len(plan.requests)
-        scores = any(map(_is_scored, plan.requests[plan.num_decodes :]))
-        bucket = choose_bucket(self.buckets, plan.num_tokens, count, keeps_tokens=scores)
+        of_chunks = plan.requests[plan.num_decodes :]
+        pools = any(request.sampling.pooling for request in of_chunks)
+        keeps_tokens = pools or any(map(_is_scored, of_chunks))
+        bucket = choose_bucket(self.buckets, plan.num_tokens, count, keeps_tokens=keeps_tokens)
         fields = batch_fields(bucket, self._max_pages)
         buffer = np.zeros(num_words(fields), np.int32)
         batch = views(buffer, fields)
@@ -197,6 +201,7 @@ class Packer:
             self._gather_bias(bucket, plan) if wants & Wants.BIAS else None,
             self._new_histories(plan) if wants & Wants.PENALTIES else (),
             pieces,
+            self._pooled_rows(plan, batch["cu_q_lens"]) if pools else None,
             plan.copies_out,
             plan.copies_in,
         )
@@ -235,6 +240,19 @@ class Packer:
         num_single = count if end == count else int((plan.counts == 1).sum())
         batch["distribution"][:] = (num_single, count, count)
         return pieces
+
+    def _pooled_rows(self, plan: StepPlan, cu_q_lens: np.ndarray) -> np.ndarray | None:
+        """Returns to which row's embedding each of the step's tokens adds its hidden state; -1 to
+        none. None if none does."""
+        rows = np.full(self._max_tokens, -1, np.int32)
+        for row in range(plan.num_decodes, len(plan.requests)):
+            request, end = plan.requests[row], int(cu_q_lens[row + 1])
+            if request.sampling.pooling == "mean":
+                rows[cu_q_lens[row] : end] = row
+            elif request.sampling.pooling == "last":
+                is_whole = plan.starts[row] + plan.counts[row] == request.num_prompt_tokens
+                rows[end - 1] = row if is_whole else -1
+        return rows if rows.max() >= 0 else None
 
     def _pack_sampling(
         self, bucket: Bucket, plan: StepPlan, count: int

@@ -90,8 +90,9 @@ class RequestPages:
 
     def offer(self, request: Request) -> None:
         """Enters the pages of a running request that are full, and whose ids are known, in the
-        prefix cache."""
-        if request.prefix is None:
+        prefix cache; but for those of an embedding, which end with it: few prompts embedded come
+        again, and those that chats share would have to go for them."""
+        if request.prefix is None or request.sampling.pooling:
             return
         slot, held = request.slot, request.num_prefix_pages
         num_known = min(int(self._slots.num_computed[slot]), request.num_known_tokens)
@@ -148,7 +149,7 @@ class RequestPages:
 
     def announce(self, request: Request) -> None:
         """Tells others which full page of its prompt a running request computes next."""
-        if request.prefix is None:
+        if request.prefix is None or request.sampling.pooling:
             return
         self._forget_work(request)
         next_page = request.num_prefix_pages
@@ -175,8 +176,8 @@ class RequestPages:
 
     def _most_shared(self, request: Request, tokens: bytes) -> int:
         """The full pages that may come from the cache: at least one token must be computed, and all
-        of a prompt whose log-probabilities are wanted."""
-        if request.sampling.num_prompt_logprobs >= 0 and not request.num_output_tokens:
+        of a prompt of which something is wanted of each token."""
+        if request.sampling.needs_whole_prompt and not request.num_output_tokens:
             return 0
         return min(
             (request.num_tokens - 1) // self._page_size,

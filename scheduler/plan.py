@@ -43,7 +43,7 @@ class StepPlan:
     num_decodes: int
     page_table: np.ndarray
     shape: StepShape
-    ending: list[Request] = field(default_factory=list)  # whose last token this step samples
+    ending: list[Request] = field(default_factory=list)  # that need no step after this one
     predicted_s: float = 0.0
     copies_out: np.ndarray = field(default_factory=lambda: NO_COPIES)
     copies_in: np.ndarray = field(default_factory=lambda: NO_COPIES)

@@ -181,7 +181,8 @@ class ShortestJob(_ByKey):
         return left + request.num_tokens / PREFILL_TOKENS_PER_DECODE, request.arrival_time
 
     def on_finished(self, request: Request) -> None:
-        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not is_whole or not request.sampling.max_tokens:
             return  # how long it would have become is not known
         length = float(request.num_output_tokens)
         kind = self._kind(request)

@@ -39,7 +39,7 @@ BAD_TOKEN = -1  # what a step gives for a row whose logits are not numbers, or e
 class SamplingView:
     """The part of a request's sampling settings that scheduling and packing need."""
 
-    max_tokens: int  # resolved: always fits the model's length limit
+    max_tokens: int  # resolved: always fits the model's length limit; 0 with pooling
     stop_token_ids: frozenset[int] = frozenset()  # EOS ids included unless they are ignored
     temperature: float = 0.0
     top_k: int = 0
@@ -53,12 +53,18 @@ class SamplingView:
     is_constrained: bool = False  # a mask of allowed tokens comes with each of its steps
     num_logprobs: int = -1  # -1: none
     num_prompt_logprobs: int = -1  # likewise, of the prompt's tokens
+    pooling: str = ""  # "last" or "mean": of the prompt's hidden states, instead of tokens
 
     @property
     def has_penalties(self) -> bool:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt has to be computed, as something is wanted of each token."""
+        return self.num_prompt_logprobs >= 0 or self.pooling == "mean"
 
 
 @dataclass(eq=False, slots=True)

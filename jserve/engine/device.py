@@ -30,7 +30,7 @@ class Logprobs(Protocol):
 
 
 class StepOutput(Protocol):
-    """One step's tokens i32[S], and log-probabilities where the batch asked for them."""
+    """One step's tokens i32[S], and what else the batch asked for."""
 
     @property
     def token_ids(self) -> np.ndarray: ...
@@ -40,6 +40,9 @@ class StepOutput(Protocol):
 
     @property
     def prompt_logprobs(self) -> Sequence[Logprobs]: ...  # of the batch's prompt pieces
+
+    @property
+    def row_sums(self) -> np.ndarray | None: ...  # f32[rows, D], hidden states of pooled rows
 
 
 class StepHandle(Protocol):

@@ -30,6 +30,7 @@ from jserve.errors import (
 )
 from jserve.messages import GenerateRequest, RequestUpdate
 from scheduler.packer import PackedBatch, Packer, Wants
+from scheduler.plan import StepPlan
 from scheduler.request import BAD_TOKEN, FinishReason, Request
 from scheduler.scheduler import Scheduler
 
@@ -237,7 +238,7 @@ class Engine:
             live = self._output.live_of.get(step.plan.requests[piece.row])
             if live is not None:
                 live.add_prompt_logprobs(int(step.plan.starts[piece.row]), piece, found)
-        updates: list[RequestUpdate] = []
+        updates = [] if output.row_sums is None else self._pool(step.plan, output.row_sums)
         for request, token_id, row in self.scheduler.update(step.plan, output.token_ids.tolist()):
             live = self._output.live_of.get(request)
             if live is None:  # another choice of its request has failed just now
@@ -248,6 +249,16 @@ class Engine:
                 updates += self._output.on_token(live, token_id, row, output)
         is_last = not self.has_work
         self._recorder.on_collected(step, asked, arrived, last=is_last)
+        return updates
+
+    def _pool(self, plan: StepPlan, row_sums: np.ndarray) -> list[RequestUpdate]:
+        """Hands on what a step's chunks add to embeddings."""
+        updates: list[RequestUpdate] = []
+        for row in range(plan.num_decodes, len(plan.requests)):
+            live = self._output.live_of.get(plan.requests[row])
+            if live is not None and plan.requests[row].sampling.pooling:
+                start, count = int(plan.starts[row]), int(plan.counts[row])
+                updates += self._output.on_hidden(live, start, start + count, row_sums[row])
         return updates
 
     def _expire(self) -> list[RequestUpdate]:

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from jserve.engine.chat_input import ChatInput
 from jserve.engine.constraint import Constraint, Matcher
+from jserve.engine.pooling import check_pooling
 from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
 from jserve.errors import InvalidRequest, UnknownModel
 from jserve.messages import GenerateRequest
@@ -38,6 +39,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0  # of an embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,11 @@ class InputProcessor:
         request_id = self._checked_fields(message)
         message, prompt = self._with_prompt(message)
         sampling = message.sampling
-        view = self._view(sampling, len(prompt))
+        view = (
+            self._pooling_view(message, len(prompt))
+            if message.pooling
+            else self._view(sampling, len(prompt))
+        )
         check_min_tokens(sampling, view.max_tokens)
         request = Request(
             request_id=request_id,
@@ -165,6 +171,17 @@ class InputProcessor:
             else sampling.prompt_logprobs,
         )
 
+    def _pooling_view(self, message: GenerateRequest, num_prompt: int) -> SamplingView:
+        """The same of a request for an embedding: its prompt is computed, and nothing after it."""
+        limit = self.limits.max_model_len
+        if num_prompt > limit:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt} tokens; an embedding's may have max_model_len={limit}"
+            )
+        if why := self._why_too_large(num_prompt):
+            raise InvalidRequest(f"the request can never run: {why}")
+        return SamplingView(max_tokens=0, pooling=message.pooling)
+
     def _choice(
         self, request: Request, message: GenerateRequest, index: int, constraint: Constraint | None
     ) -> PreparedRequest:
@@ -219,6 +236,8 @@ class InputProcessor:
             raise UnknownModel(
                 f"model={message.model!r} is not served here; use {self.limits.name!r}"
             )
+        if message.pooling != "":
+            check_pooling(message)
         priority = message.priority
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise InvalidRequest(f"{priority=} is not an integer")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jserve.engine.choices import Choices
 from jserve.engine.device import Logprobs, token_logprobs
 from jserve.engine.input_processor import PreparedRequest
+from jserve.engine.pooling import PooledPrompt
 from jserve.messages import Timings, TokenLogprobs
 from scheduler.packer import PromptPiece
 from scheduler.request import FinishReason
@@ -22,6 +23,7 @@ class LiveRequest:
     first_token_time: float | None = None
     last_token_time: float = 0.0
     num_tokens: int = 0
+    pooled: PooledPrompt | None = None
 
     def timings(self, now: float) -> Timings:
         request, first = self.prepared.request, self.first_token_time

@@ -170,15 +170,18 @@ class EngineMetrics:
         prompt_tokens: int,
         cached_tokens: int,
         request_class: str = "",
+        *,
+        num_tokens: int = 1,
     ) -> None:
-        """Counts a request's prompt, once it is computed, and its first output token.
+        """Counts a request's prompt, once it is computed, and its first output token; an embedding,
+        of 0 tokens, is as good as one.
         `cached_tokens` are those that its first admission found in the prefix cache."""
         self._queue.observe(queue_s)
         self._ttft.observe(ttft_s)
         self._prompt_tokens.inc(prompt_tokens)
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(cached_tokens)
-        self._output_tokens.inc()
+        self._output_tokens.inc(num_tokens)
         if slo := self._slos["ttft"].get(request_class):
             slo.judge(ttft_s)
 

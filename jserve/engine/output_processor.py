@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jserve.engine.choices import Choices
 from jserve.engine.device import StepOutput, token_logprobs
 from jserve.engine.input_processor import PreparedRequest, reason_name
 from jserve.engine.live import LiveRequest
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.pooling import PooledPrompt
 from jserve.engine.request_log import RequestLog
-from jserve.errors import JserveError
+from jserve.errors import JserveError, RequestFailed
 from jserve.messages import RequestUpdate, TokenLogprobs, Usage
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
@@ -116,8 +119,34 @@ class OutputProcessor:
         )
         return live.choices.take(update)
 
+    def on_hidden(
+        self, live: LiveRequest, start: int, end: int, sums: np.ndarray
+    ) -> list[RequestUpdate]:
+        """Takes in what the tokens from `start` to `end` of a pooled prompt add to its embedding;
+        the last of them end the request."""
+        request = live.prepared.request
+        if not np.isfinite(sums).all():
+            error = (
+                "the model's hidden states are not numbers (NaN or infinity); there is no embedding"
+            )
+            return self.fail(live, RequestFailed(error), is_poisoned=True)
+        live.pooled = live.pooled or PooledPrompt(request.sampling.pooling)
+        live.pooled.add(start, sums)
+        if end < request.num_prompt_tokens:
+            return []
+        now = self._clock()
+        self._on_time(live, now)
+        self._scheduler.finish(request, FinishReason.STOP)
+        update = RequestUpdate(
+            request_id=live.choices.request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            embedding=live.pooled.vector(),
+            **self._ending(live, now),
+        )
+        return live.choices.take(update)
+
     def _on_time(self, live: LiveRequest, now: float) -> None:
-        """Notes when a choice had its newest token."""
+        """Notes when a choice had its newest token, or its embedding."""
         request = live.prepared.request
         if live.first_token_time is None:
             live.first_token_time = now
@@ -129,6 +158,7 @@ class OutputProcessor:
                 0 if live.prepared.index else request.num_prompt_tokens,
                 0 if live.prepared.index else request.num_cached_tokens,
                 request.request_class,
+                num_tokens=0 if request.sampling.pooling else 1,
             )
         else:
             self._metrics.on_token_gap(now - live.last_token_time, request.request_class)

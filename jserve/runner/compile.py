@@ -31,6 +31,7 @@ from jserve.runner.step import (
     StepState,
     make_choose,
     make_forward,
+    make_row_sums,
     make_score,
     remember,
 )
@@ -72,6 +73,7 @@ class Programs(NamedTuple):
     forward: dict[Bucket, jax.stages.Compiled]
     choose: dict[int, jax.stages.Compiled]  # by number of rows
     score: jax.stages.Compiled
+    row_sums: jax.stages.Compiled
     remember: jax.stages.Compiled
 
 
@@ -98,6 +100,7 @@ def compile_steps(
         {bucket: compiled[_forward_name(bucket)] for bucket in buckets},
         {bucket.num_rows: compiled[_choose_name(bucket.num_rows)] for bucket in buckets},
         compiled["score"],
+        compiled["row_sums"],
         compiled["remember"],
     )
 
@@ -128,6 +131,8 @@ def step_traces(
         name = _choose_name(num_rows)
         traces[name] = partial(trace_choose, options, num_rows, head, state)
     traces["score"] = partial(trace_score, options, head)
+    most_rows = max(bucket.num_rows for bucket in buckets)
+    traces["row_sums"] = partial(trace_row_sums, options, most_rows)
     traces["remember"] = partial(trace_remember, options, state)
     return traces
 
@@ -176,6 +181,14 @@ def trace_score(options: StepOptions, head: Any) -> jax.stages.Traced:
     tokens = _array((options.model.hidden_size, options.max_tokens), options.dtype, whole)
     start, target_ids = _array((), jnp.int32, whole), _array((SCORED_TOKENS,), jnp.int32, whole)
     return score.trace(head, tokens, start, target_ids)
+
+
+def trace_row_sums(options: StepOptions, num_rows: int) -> jax.stages.Traced:
+    """Returns the sums of a step's hidden states, ready to be lowered."""
+    whole = replicated(options.mesh)
+    tokens = _array((options.model.hidden_size, options.max_tokens), options.dtype, whole)
+    program = jax.jit(make_row_sums(num_rows), out_shardings=whole)
+    return program.trace(tokens, _array((options.max_tokens,), jnp.int32, whole))
 
 
 def trace_remember(options: StepOptions, state: StepState) -> jax.stages.Traced:

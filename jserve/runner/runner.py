@@ -21,6 +21,7 @@ class StepOutput(NamedTuple):
     token_ids: np.ndarray  # i32[S], BAD_TOKEN where a row's logits were no numbers
     logprobs: Logprobs | None  # arrays over S; None unless the batch asked for them
     prompt_logprobs: Sequence[Logprobs]  # arrays over n, one for each of the batch's prompt pieces
+    row_sums: np.ndarray | None  # f32[rows, D], of the hidden states of the batch's pooled rows
 
 
 class StepHandle:
@@ -32,6 +33,7 @@ class StepHandle:
         self._tokens: jax.Array | None = None
         self._logprobs: Logprobs | None = None
         self._scores: list[list[Logprobs]] = []
+        self._row_sums: jax.Array | None = None
 
     def keep(self, token_ids: jax.Array | None, logprobs: Logprobs | None) -> None:
         self.hidden = None
@@ -43,6 +45,10 @@ class StepHandle:
         self._scores.append(of_piece)
         for array in jax.tree.leaves(of_piece):
             array.copy_to_host_async()
+
+    def keep_row_sums(self, row_sums: jax.Array) -> None:
+        self._row_sums = row_sums
+        row_sums.copy_to_host_async()
 
     def result(self) -> StepOutput:
         assert self.hidden is None, "the step's tokens have not been chosen"
@@ -56,6 +62,7 @@ class StepHandle:
             np.zeros(num_rows, np.int32) if tokens is None else np.asarray(tokens),
             None if logprobs is None else jax.tree.map(np.asarray, logprobs),
             scores,
+            None if self._row_sums is None else np.asarray(self._row_sums),
         )
 
 
@@ -118,6 +125,8 @@ class Runner:
         batch, hidden = handle.batch, handle.hidden
         for piece in batch.prompt_pieces:
             handle.keep_scores(self._score(hidden, piece))
+        if batch.pooled_rows is not None:
+            handle.keep_row_sums(self._programs.row_sums(hidden.tokens, batch.pooled_rows))
         if batch.sampling is None:
             handle.keep(None, None)
             return

@@ -1,6 +1,7 @@
 """The pure step, in two programs: forward (one packed batch in, hidden states out, KV pages
 written on the way) and choose (hidden states of the rows in, a token for each out). Between the two
-the host may still say which tokens are allowed. A third, score, rates tokens of prompts.
+the host may still say which tokens are allowed. Two more look at all tokens of a step: score rates
+those of prompts, and row_sums adds up their hidden states for embeddings.
 
 Knows arrays and their layout; no requests, no clock, no compilation.
 """
@@ -58,7 +59,8 @@ class Hidden(NamedTuple):
     """A step's states after the final norm."""
 
     rows: Float[Array, "D S"]  # of each row's last token
-    tokens: Float[Array, "D max_tokens"] | None  # of all tokens, for `score`; None when decoding
+    # Of all tokens, for `score` and `row_sums`; None when decoding.
+    tokens: Float[Array, "D max_tokens"] | None
 
 
 def make_sampler_state(num_slots: int, vocab_size: int, sharding: Any = None) -> SamplerState:
@@ -187,6 +189,27 @@ def make_score(options: StepOptions) -> Callable[..., Logprobs]:
         return logprobs_of(logits(head, options.model, hidden), target_ids)
 
     return score
+
+
+def make_row_sums(num_rows: int) -> Callable[..., Float[Array, "S D"]]:
+    """Returns row_sums(tokens [D, max_tokens], rows i32[max_tokens]) -> f32[S, D]: for each row the
+    sum of the states of its tokens, NaN where one of them is no number; -1 is no row's."""
+
+    def row_sums(tokens, rows) -> Float[Array, "S D"]:
+        is_of_row = (rows[:, None] == jnp.arange(num_rows)).astype(tokens.dtype)
+        # A product is quicker than sums by index, but 0 times NaN would reach the other rows.
+        is_number = jnp.isfinite(tokens)
+        sums = jnp.einsum(
+            "dt,ts->sd",
+            jnp.where(is_number, tokens, 0),
+            is_of_row,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        num_bad = (~is_number.all(axis=0)).astype(tokens.dtype) @ is_of_row
+        return jnp.where(num_bad[:, None] > 0, jnp.nan, sums)
+
+    return row_sums
 
 
 def remember(counts: Array, slot: Array, row: Int[Array, " V"]) -> Array:

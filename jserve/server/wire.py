@@ -91,8 +91,11 @@ def request_to_proto(
     """Returns the message for a request, with every sampling field written out.
 
     Raises:
-      InvalidRequest: a value that no proto field can hold, such as an id of more than 64 bits.
+      InvalidRequest: a value that no proto field can hold, such as an id of more than 64 bits; a
+        pooling, as the answer has no field for an embedding.
     """
+    if request.pooling:
+        raise InvalidRequest("GenerateService has no embeddings; use /v1/embeddings over HTTP")
     try:
         message = pb.GenerateRequest(
             sampling=sampling_to_proto(request.sampling),

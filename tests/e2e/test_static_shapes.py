@@ -64,6 +64,13 @@ def test_warm_up_itself_is_not_counted(built):
 def random_request(rng: random.Random) -> GenerateRequest:
     constrained = rng.random() < 0.3
     num_prompt = rng.choice([1, 2, 7, 8, 9, 24, 25, rng.randint(1, 150)])
+    common = {
+        "prompt_token_ids": [rng.randrange(VOCAB) for _ in range(num_prompt)],
+        "priority": rng.choice([0, 0, -1, 3]),
+        "tenant": rng.choice(["", "", "a"]),
+    }
+    if rng.random() < 0.2:
+        return GenerateRequest(pooling=rng.choice(["last", "mean"]), **common)
     sampling = SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 2.0]),
         top_k=rng.choice([0, 0, 1, 5, VOCAB, 10**6]),
@@ -86,12 +93,7 @@ def random_request(rng: random.Random) -> GenerateRequest:
         if constrained
         else None,
     )
-    return GenerateRequest(
-        prompt_token_ids=[rng.randrange(VOCAB) for _ in range(num_prompt)],
-        sampling=sampling,
-        priority=rng.choice([0, 0, -1, 3]),
-        tenant=rng.choice(["", "", "a"]),
-    )
+    return GenerateRequest(sampling=sampling, **common)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -105,7 +107,7 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
         dispatch=lambda batch: (shapes.add(batch.bucket), dispatch(batch))[1],
         choose=engine._runner.choose,
     )
-    live, finished, aborted, to_add = [], 0, 0, NUM_REQUESTS
+    live, finished, aborted, to_add, num_embeddings = [], 0, 0, NUM_REQUESTS, 0
     while to_add or engine.has_work:
         for _ in range(min(to_add, rng.choice([0, 0, 0, 1, 2, 8]))):
             live.append(engine.add(random_request(rng)))
@@ -116,6 +118,7 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
             aborted += 1
         for update in engine.step():
             assert update.error is None
+            num_embeddings += update.embedding is not None
             if update.is_last:
                 assert update.finish_reason in ("stop", "length")
                 live.remove(update.request_id)
@@ -123,6 +126,7 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
     assert compilations.count == 0
     assert finished + aborted == NUM_REQUESTS
     assert aborted > 0
+    assert num_embeddings > 5
     assert engine.scheduler.num_preemptions > 0
     assert len(shapes) >= len(built._packer.buckets) - 1, "the traffic leaves shapes out"
     engine.scheduler.check_integrity()

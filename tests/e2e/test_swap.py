@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from jserve.build import build_engine
 from jserve.engine.engine import Engine
-from jserve.llm import engine_config
+from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
 from jserve.runner.compile import on_each_compilation
 from scheduler.request import RequestStatus
@@ -23,6 +24,7 @@ from tests.e2e.real_engine import (
     greedy,
     model,
     prompt_of,
+    reference,
 )
 from tests.engine.tiny import joined, run
 
@@ -88,6 +90,28 @@ def test_the_swap_space_has_the_pages_that_were_asked_for_and_a_measured_price(b
     assert built.scheduler.config.num_host_pages == NUM_HOST_PAGES
     assert 0 < built._runner._swap.seconds_per_page < 1
     assert built.scheduler.preemption.swap_page_s == built._runner._swap.seconds_per_page
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@BOTH
+def test_an_embedding_goes_on_where_it_was_swapped_out(built, overlap, pooling):
+    prompts = [prompt_of(length, length) for length in (90, 60)]
+    expected = [LLM.from_engine(reference()).embed(p, pooling)[0].embedding for p in prompts]
+    engine = swapping(built, overlap=overlap, max_num_seqs=2, prefill_chunk=8)
+    found = {
+        engine.add(GenerateRequest(prompt_token_ids=p, pooling=pooling, priority=5)): None
+        for p in prompts
+    }
+    for _ in range(4):
+        assert engine.step() == []
+    for name in ("urgent", "too"):
+        engine.add(asking(17, 9, name))
+    while engine.has_work:
+        found |= {update.request_id: update.embedding for update in engine.step()}
+    assert engine.scheduler.preemption.num_swapped_in > 0
+    for vector, of_one in zip(found.values(), expected, strict=False):
+        np.testing.assert_allclose(vector, of_one, rtol=0, atol=2e-6)
+    assert_given_back(engine)
 
 
 def test_an_engine_without_a_swap_space_has_none():

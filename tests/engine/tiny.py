@@ -56,6 +56,7 @@ class StepOutput(NamedTuple):
     token_ids: np.ndarray
     logprobs: None = None
     prompt_logprobs: tuple[()] = ()
+    row_sums: np.ndarray | None = None
 
 
 class Handle:
