@@ -1,7 +1,7 @@
 """A gRPC client: `GenerateClient` for programs, `jserve-client` for people. Knows no engine.
 
-Exit codes: 0 done, 1 a fault of the server, 2 the request or the flags are no good, 3 the server
-is not reachable, not ready or full, 4 the deadline passed, 130 interrupted.
+Exit codes: 0 done, 1 a fault of the server, 2 the request, the flags or the key are no good, 3 the
+server is not reachable, not ready or full, 4 the deadline passed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import grpc
 from absl import app, flags
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jserve.access import Access, access_from_flags, define_access_flags
 from jserve.errors import (
     WIRE_CODES,
+    ConfigError,
     DeadlineExceeded,
     EngineDead,
+    Forbidden,
     InvalidRequest,
     JserveError,
     Overloaded,
+    Unauthenticated,
 )
 from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.openai_format import Endpoint, parse_body
@@ -43,7 +47,9 @@ _BODY_FLAGS = (
 )
 
 _ERRORS = {grpc.StatusCode[code.grpc]: kind for kind, code in WIRE_CODES.items()}
-_EXIT_CODES = {InvalidRequest: 2, EngineDead: 3, Overloaded: 3, DeadlineExceeded: 4}
+_EXIT_CODES: dict[type[JserveError], int] = dict.fromkeys(
+    (InvalidRequest, ConfigError, Unauthenticated, Forbidden), 2
+) | {EngineDead: 3, Overloaded: 3, DeadlineExceeded: 4}
 
 
 class GenerateClient:
@@ -51,13 +57,13 @@ class GenerateClient:
 
     Every method raises the JserveError that the server's status stands for, as an engine in the
     same process would: InvalidRequest, Overloaded, DeadlineExceeded, EngineDead (also for a server
-    that cannot be reached), and plain JserveError for the rest.
+    that cannot be reached), Unauthenticated, Forbidden, and plain JserveError for the rest.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(
-            target, options=[("grpc.max_receive_message_length", -1)]
-        )
+    def __init__(self, target: str, access: Access | None = None) -> None:
+        access = access or Access()
+        self._channel = access.open_channel(target)
+        self._metadata = access.metadata
         self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
         self._cache = generate_pb2_grpc.CacheServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -76,7 +82,9 @@ class GenerateClient:
     ) -> AsyncIterator[RequestUpdate]:
         """Yields the request's updates as they come. Closing the iterator cancels the request."""
         message = request_to_proto(request, return_prompt_token_ids=return_prompt_token_ids)
-        call = self._stub.GenerateStream(message, timeout=_call_timeout(request))
+        call = self._stub.GenerateStream(
+            message, timeout=_call_timeout(request), metadata=self._metadata
+        )
         try:
             async for response in call:
                 yield update_from_proto(response)
@@ -100,7 +108,9 @@ class GenerateClient:
         """Returns the whole output of each of the request's n choices, in order of index."""
         message = request_to_proto(request, return_prompt_token_ids=return_prompt_token_ids)
         try:
-            answer = await self._stub.Generate(message, timeout=_call_timeout(request))
+            answer = await self._stub.Generate(
+                message, timeout=_call_timeout(request), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise _as_jserve_error(error) from None
         return answer_from_proto(answer)
@@ -109,7 +119,10 @@ class GenerateClient:
         """Makes the server forget all cached prefixes; False while requests use any of them. It
         must run with --enable_cache_service."""
         try:
-            return (await self._cache.ResetPrefixCache(pb.ResetPrefixCacheRequest())).done
+            answer = await self._cache.ResetPrefixCache(
+                pb.ResetPrefixCacheRequest(), metadata=self._metadata
+            )
+            return answer.done
         except grpc.aio.AioRpcError as error:
             raise _as_jserve_error(error) from None
 
@@ -141,7 +154,11 @@ def _call_timeout(request: GenerateRequest) -> float | None:
 
 def _as_jserve_error(error: grpc.aio.AioRpcError) -> JserveError:
     kind = _ERRORS.get(error.code(), JserveError)
-    return kind(f"{error.code().name}: {error.details()}")
+    message = f"{error.code().name}: {error.details()}"
+    wait_ms = dict(error.trailing_metadata() or ()).get("retry-after-ms")
+    if kind is Overloaded and wait_ms:
+        return Overloaded(message, float(wait_ms) / 1e3)
+    return kind(message)
 
 
 @dataclass(slots=True)
@@ -180,6 +197,7 @@ def define_client_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     defaults = SamplingParams()
     to: dict[str, Any] = {"flag_values": flag_values}
     flags.DEFINE_string("target", "127.0.0.1:50051", "The server's host:port.", **to)
+    define_access_flags(flag_values)
     flags.DEFINE_string("prompt", None, "The prompt; - reads standard input.", **to)
     flags.DEFINE_boolean("chat", False, "Send the prompt as a chat turn of the user.", **to)
     flags.DEFINE_string("system", None, "With --chat: the system turn before it.", **to)
@@ -248,7 +266,8 @@ async def _ask(flag_values: flags.FlagValues) -> None:
     printed when all are there, under its number."""
     request = request_from_flags(flag_values)
     at_once = flag_values.stream and request.sampling.n == 1
-    async with GenerateClient(flag_values.target) as client:
+    access = access_from_flags(flag_values)
+    async with GenerateClient(flag_values.target, access) as client:
         if flag_values.wait_ready_s > 0:
             await client.wait_ready(flag_values.wait_ready_s)
         clock = Clock(time.monotonic())

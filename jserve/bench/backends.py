@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jserve.access import Access
 from jserve.client import GenerateClient
 from jserve.errors import ConfigError, JserveError
 from jserve.messages import GenerateRequest, Usage
@@ -36,8 +37,8 @@ class Backend(Protocol):
 class JserveBackend:
     """Ours, over gRPC at `target` ("host:port")."""
 
-    def __init__(self, target: str) -> None:
-        self._client = GenerateClient(target)
+    def __init__(self, target: str, access: Access | None = None) -> None:
+        self._client = GenerateClient(target, access)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
         async for update in self._client.stream(request):

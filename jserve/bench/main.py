@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from tqdm import tqdm
 
+from jserve.access import access_from_flags, define_access_flags
 from jserve.bench import workload
 from jserve.bench.backends import Backend, JserveBackend, OpenAIBackend
 from jserve.bench.load import RequestResult, closed_loop, open_loop
@@ -25,7 +26,7 @@ from jserve.errors import ConfigError, JserveError
 from jserve.flags import list_in_help
 from jserve.messages import GenerateRequest
 
-_UNRECORDED = ("api_key_file", "json", "progress")  # flags that tell nothing about a run
+_UNRECORDED = ("json", "progress")  # flags that tell nothing about a run
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
@@ -36,7 +37,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     text("target", "127.0.0.1:50051", "host:port of --backend=jserve.", **fv)
     text("base_url", "http://127.0.0.1:8000", "URL of --backend=openai.", **fv)
     text("model", "", "The model's name at --backend=openai.", **fv)
-    text("api_key_file", "", "File with the bearer token of --backend=openai.", **fv)
+    define_access_flags(values)
     text("extra_body", "{}", "JSON merged into each request of --backend=openai.", **fv)
     kinds = ["synthetic", "sharegpt", "jsonl", "workload"]
     flags.DEFINE_enum("dataset", "synthetic", kinds, "Where requests come from.", **fv)
@@ -85,14 +86,16 @@ def make_requests(values: Any) -> list[GenerateRequest]:
 
 def make_backend(values: Any) -> Backend:
     """Builds the client that the flags name; call it inside the event loop. Raises ConfigError."""
+    access = access_from_flags(values)
     if values.backend == "jserve":
-        return JserveBackend(values.target)
+        return JserveBackend(values.target, access)
     try:
         extra_body = json.loads(values.extra_body)
-        key = Path(values.api_key_file).read_text().strip() if values.api_key_file else ""
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--extra_body or --api_key_file: {error}") from error
-    return OpenAIBackend(values.base_url, model=values.model, api_key=key, extra_body=extra_body)
+    except ValueError as error:
+        raise ConfigError(f"--extra_body is not JSON: {error}") from error
+    return OpenAIBackend(
+        values.base_url, model=values.model, api_key=access.api_key, extra_body=extra_body
+    )
 
 
 async def run_load(values: Any, requests: list[GenerateRequest]) -> list[RequestResult]:

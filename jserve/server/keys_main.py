@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 
 from jserve.errors import ConfigError
+from jserve.flags import list_in_help
 from jserve.server.api_keys import add_entry, digest_of, new_key
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
@@ -60,4 +61,5 @@ def main(argv: Sequence[str]) -> None:
 def run() -> NoReturn:
     """Console command `jserve-keys`."""
     define_key_flags()
+    list_in_help()
     app.run(main)

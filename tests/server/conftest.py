@@ -11,14 +11,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
+from jserve.access import Access
 from jserve.client import GenerateClient
 from jserve.config import ServerSettings
+from jserve.server.caller import Gate
 from jserve.server.front import Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
 from jserve.server.proto import generate_pb2_grpc
+from jserve.server.tls import TlsFiles
 from tests.server.fake_engine import FakeEngine
 
 TIMEOUT_S = 20.0  # of anything that is expected to happen at once
@@ -52,14 +55,24 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None, *, loaded: bool = True, http: bool = False, **settings: object
+    engine: FakeEngine | None = None,
+    *,
+    loaded: bool = True,
+    http: bool = False,
+    gate: Gate | None = None,
+    tls: TlsFiles | None = None,
+    access: Access | None = None,
+    **settings: object,
 ) -> AsyncIterator[Served]:
+    """`gate` and `tls` are the servers', `access` is the client's."""
     engine = engine or FakeEngine()
-    front = Front()
+    front = Front(gate)
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
     all_settings = ServerSettings(port=0, http_port=0, **settings)
-    server, port = create_server(all_settings, front, health)
-    http_server = HttpServer(make_app(front, all_settings), all_settings) if http else None
+    credentials = tls.grpc_credentials() if tls else None
+    server, port = create_server(all_settings, front, health, credentials=credentials)
+    app, context = make_app(front, all_settings), tls.http_context() if tls else None
+    http_server = HttpServer(app, all_settings, context) if http else None
     if loaded:
         front.open(engine)
     await health.refresh()
@@ -69,7 +82,8 @@ async def serving(
     polling = asyncio.create_task(health.poll())
     target = f"127.0.0.1:{port}"
     try:
-        async with GenerateClient(target) as client, grpc.aio.insecure_channel(target) as channel:
+        access = access or Access()
+        async with GenerateClient(target, access) as client, access.open_channel(target) as channel:
             url = http_server.url if http_server else ""
             yield Served(engine, front, health, target, client, channel, url)
     finally:
