@@ -37,6 +37,7 @@ class RequestStream:
 
     def __init__(self, engine: AsyncEngine, prepared: PreparedRequest) -> None:
         self.request_id = prepared.request.request_id
+        self.num_prompt_tokens = prepared.request.num_prompt_tokens
         self.num_choices = len(prepared.choices)
         self._engine = engine
         self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()

@@ -24,6 +24,7 @@ class RequestStream(Protocol):
     """Updates of one request, in order, up to the one that `is_last`."""
 
     request_id: str
+    num_prompt_tokens: int
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
 
@@ -121,13 +122,11 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[RequestUpdate]:
         """Yields the updates. Raises the error that ended the request, if one did."""
-        record, charged_prompt = self._record, False
+        record = self._record
         async for update in self._stream:
             self._is_finished = update.is_last
             if self._lease is not None:
-                prompt = 0 if charged_prompt else len(update.prompt_token_ids)
-                charged_prompt = charged_prompt or bool(prompt)
-                self._lease.charge(prompt + len(update.token_ids))
+                self._lease.charge(len(update.token_ids))
             if update.finish_reason is not None:
                 record.finish_reasons.append(update.finish_reason)
                 record.timings = update.timings
@@ -194,10 +193,11 @@ class Front:
           Forbidden: the caller may not use this class.
           Overloaded, InvalidRequest, EngineDead: as the caller's quota and the engine do.
         """
+        caller = call.caller
+        request = replace(request, identity=caller.tenant, request_class=_class_of(request, caller))
         record = CallRecord(call=call, began=time.time(), request_class=request.request_class)
         lease: Lease | None = None
         try:
-            caller = call.caller
             allowed = caller.request_classes
             if allowed is not None and request.request_class not in allowed:
                 raise Forbidden(
@@ -205,7 +205,7 @@ class Front:
                     f"one of {sorted(allowed)}"
                 )
             lease = caller.quota.enter() if caller.quota else None
-            stream = await self.engine.submit(replace(request, identity=caller.tenant))
+            stream = await self.engine.submit(request)
         except BaseException as error:  # a call may also be cancelled here
             if lease is not None:
                 lease.close()
@@ -214,6 +214,8 @@ class Front:
             self._tell(record)
             raise
         record.request_id = stream.request_id
+        if lease is not None:
+            lease.charge(stream.num_prompt_tokens)
         return Answer(stream, lease, record, self._tell)
 
     def _tell(self, record: CallRecord) -> None:
@@ -223,3 +225,10 @@ class Front:
                 observer(record)
             except Exception:  # one that fails must not take the answer with it
                 logger.exception("an observer of calls failed")
+
+
+def _class_of(request: GenerateRequest, caller: Caller) -> str:
+    """A caller with one class need not name it."""
+    if not request.request_class and caller.request_classes and len(caller.request_classes) == 1:
+        return next(iter(caller.request_classes))
+    return request.request_class

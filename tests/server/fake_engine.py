@@ -47,6 +47,10 @@ class FakeStream:
         self.end("abort")
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
     def prompt_ids(self) -> tuple[int, ...]:
         r = self.request
         return tuple(r.prompt_token_ids or range(len(r.prompt or "x")))
