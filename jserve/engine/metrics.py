@@ -6,7 +6,7 @@ and may together cost at most 20 µs (tests/engine/test_metrics.py measures them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -76,6 +76,7 @@ class EngineMetrics:
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
 
     def _define_queue_metrics(self) -> None:
+        self._ready = self._gauge("ready", "1 while requests are taken.")
         self._running = self._gauge("requests_running", "Requests that hold a slot.")
         self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
         self._waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")
@@ -162,6 +163,10 @@ class EngineMetrics:
                 if target_s:
                     counters = (c.labels(name, kind) for c in (self._attained, self._missed))
                     self._slos[kind][name] = _Slo(target_s, *counters)
+
+    def show_ready(self, is_ready: Callable[[], bool]) -> None:
+        """Asks `is_ready` whenever somebody reads the metrics, from their thread."""
+        self._ready.set_function(is_ready)
 
     def on_first_token(
         self,

@@ -165,6 +165,7 @@ class Front:
         """Sends requests to `engine` from now on."""
         self._engine = engine
         self._closed_because = ""
+        engine.metrics.show_ready(lambda: self.is_ready)
 
     def close(self, reason: str) -> None:
         """Refuses new requests with EngineDead and `reason`; running ones go on."""

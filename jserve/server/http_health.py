@@ -7,12 +7,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from jserve.errors import UnknownModel
+from jserve.server.exposition import CONTENT_TYPE, metrics_text
 from jserve.server.front import Front
 from jserve.server.http_errors import JsonResponse
 from jserve.server.http_request import call_of_http, front_of
@@ -41,11 +41,9 @@ async def ready(request: Request) -> Response:
 
 
 def metrics(request: Request) -> Response:
-    """The engine's registry, in the form that the scraper asks for. In a thread: it takes
-    milliseconds."""
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    """The engine's registry. In a thread: it takes milliseconds."""
     registry = front_of(request).loaded_engine.metrics.registry
-    return Response(encode(registry), headers={"content-type": content_type})
+    return Response(metrics_text(registry), headers={"content-type": CONTENT_TYPE})
 
 
 async def models(request: Request) -> Response:

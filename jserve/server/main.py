@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
-from prometheus_client import start_http_server
 
 from jserve.config import EngineConfig, ServerSettings
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import config_from_flags, define_flags, list_in_help
 from jserve.server.call_logs import CallLogs
+from jserve.server.exposition import serve_metrics
 from jserve.server.front import Engine, Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
@@ -168,16 +168,14 @@ def _export_metrics(settings: ServerSettings, engine: Engine) -> Callable[[], No
     if not settings.metrics_port:
         return lambda: None
     try:
-        endpoint, _ = start_http_server(
-            settings.metrics_port, settings.host, registry=engine.metrics.registry
-        )
+        stop = serve_metrics(settings.host, settings.metrics_port, engine.metrics.registry)
     except OSError as error:
         raise ConfigError(
             f"cannot export metrics on {settings.host}:{settings.metrics_port} ({error}); "
             "choose a free --metrics_port, or 0 for none"
         ) from error
     logger.info("metrics on http://%s:%d/metrics", settings.host, settings.metrics_port)
-    return endpoint.shutdown
+    return stop
 
 
 def _name(config: EngineConfig) -> str:
