@@ -123,7 +123,7 @@ def build_engine(config: EngineConfig) -> Engine:
     scheduler = Scheduler(limits, step_time, swap.seconds_per_page if swap else 0.0)
     metrics = _metrics(config, limits, kv_dtype)
     engine = Engine(
-        processor=_input_processor(config, model, tokenizer, scheduler),
+        processor=_input_processor(config, checkpoint, model, tokenizer, scheduler),
         scheduler=scheduler,
         packer=Packer(limits, buckets),
         runner=Runner(params, head_of(params, model), state, programs, swap),
@@ -193,7 +193,11 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _input_processor(
-    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, scheduler: Scheduler
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    scheduler: Scheduler,
 ) -> InputProcessor:
     eos_token_ids = tuple({*model.eos_token_ids, *tokenizer.eos_token_ids})
     limits = config.grammar
@@ -216,6 +220,10 @@ def _input_processor(
             max_model_len=scheduler.config.max_model_len,
             eos_token_ids=eos_token_ids,
             hidden_size=model.hidden_size,
+            model_type=str(checkpoint.config.get("model_type", "")),
+            architectures=tuple(map(str, checkpoint.config.get("architectures") or ())),
+            max_num_seqs=scheduler.config.max_num_seqs,
+            page_size=scheduler.config.page_size,
         ),
         scheduler.why_too_large,
         classes=scheduler.config.classes,

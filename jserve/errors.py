@@ -25,6 +25,10 @@ class Forbidden(JserveError):
     """The caller is known, and may not do this."""
 
 
+class Unsupported(JserveError):
+    """A protocol that is served here has this call, and this server has not."""
+
+
 class Overloaded(JserveError):
     """The queue is full, or the caller's share used up; the same request may succeed later, at the
     earliest after `retry_after_s` seconds."""
@@ -66,6 +70,7 @@ WIRE_CODES: dict[type[JserveError], WireCode] = {
     InvalidRequest: WireCode("INVALID_ARGUMENT", 400),
     Unauthenticated: WireCode("UNAUTHENTICATED", 401),
     Forbidden: WireCode("PERMISSION_DENIED", 403),
+    Unsupported: WireCode("UNIMPLEMENTED", 501),
     Overloaded: WireCode("RESOURCE_EXHAUSTED", 429),
     DeadlineExceeded: WireCode("DEADLINE_EXCEEDED", 504),
     EngineDead: WireCode("UNAVAILABLE", 503),

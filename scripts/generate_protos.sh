@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rebuilds jserve/server/proto/generate_pb2*.py from generate.proto.
+# Rebuilds the modules in jserve/server/proto from their .proto files.
 # Generated code loads only with libraries at least as new as its generator, so the generator is the
 # oldest release that pyproject.toml admits, in an environment of its own.
 set -euo pipefail
@@ -11,4 +11,4 @@ trap 'rm -rf "$env"' EXIT
 "${PYTHON:-python3}" -m venv "$env"
 "$env/bin/pip" install --quiet "$generator" "setuptools<81"
 "$env/bin/python" -m grpc_tools.protoc --proto_path=. \
-  --python_out=. --pyi_out=. --grpc_python_out=. jserve/server/proto/generate.proto
+  --python_out=. --pyi_out=. --grpc_python_out=. jserve/server/proto/*.proto

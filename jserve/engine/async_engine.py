@@ -53,8 +53,9 @@ class RequestStream:
                 return
 
     def abort(self) -> None:
-        """Ends the request, now; harmless after its end."""
+        """Ends the request, now; harmless after its end. Whoever still reads is told."""
         self._engine.abort(self)
+        self.put(RequestUpdate(request_id=self.request_id, finish_reason="abort"))
 
     def put(self, update: RequestUpdate) -> None:
         self._updates.put_nowait(update)

@@ -33,13 +33,17 @@ MAX_TIMEOUT_S = 1e9  # some thirty years
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model accepts."""
+    """What the served model accepts, and for those who ask, what it is and what it runs on."""
 
     name: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     hidden_size: int = 0  # of an embedding
+    model_type: str = ""  # as in a Hugging Face config: "llama"
+    architectures: tuple[str, ...] = ()  # likewise
+    max_num_seqs: int = 0
+    page_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

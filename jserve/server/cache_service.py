@@ -6,55 +6,44 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
-import grpc
-
 from jserve.engine.kv_events import KvEvent, KvEventBatch, Removed, Stored
 from jserve.server.front import Front
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
-from jserve.server.status import end_with_status
+from jserve.server.rpc import Context
 from jserve.server.wire import refuse_unknown_fields
 
-CACHE_SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+KV_SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
+CACHE_SERVICE = KV_SERVICE.full_name
 MAX_TOKENS = 32_768  # of one message: far below the 4 MiB that a client takes
 
 
-class CacheService(generate_pb2_grpc.CacheServiceServicer):
+class CacheService:
     """jserve.v1.CacheService over the engine behind `front`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     async def ResetPrefixCache(
-        self, message: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+        self, message: pb.ResetPrefixCacheRequest, context: Context
     ) -> pb.ResetPrefixCacheResponse:
-        try:
-            refuse_unknown_fields(message)
-            return pb.ResetPrefixCacheResponse(done=await self._front.engine.reset_prefix_cache())
-        except Exception as error:
-            await end_with_status(context, error)
+        refuse_unknown_fields(message)
+        return pb.ResetPrefixCacheResponse(done=await self._front.engine.reset_prefix_cache())
 
     async def KvEvents(
-        self, message: pb.KvEventsRequest, context: grpc.aio.ServicerContext
+        self, message: pb.KvEventsRequest, context: Context
     ) -> AsyncIterator[pb.KvEventBatch]:
-        try:
-            refuse_unknown_fields(message)
-            async with aclosing(self._front.engine.kv_events()) as batches:
-                async for batch in batches:
-                    for part in batch_to_proto(batch):
-                        yield part
-        except Exception as error:
-            await end_with_status(context, error)
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        generate_pb2_grpc.add_CacheServiceServicer_to_server(self, server)
+        refuse_unknown_fields(message)
+        async with aclosing(self._front.engine.kv_events()) as batches:
+            async for batch in batches:
+                for part in batch_to_proto(batch):
+                    yield part
 
 
 def batch_to_proto(batch: KvEventBatch, max_tokens: int = MAX_TOKENS) -> Iterator[pb.KvEventBatch]:
     """Yields the messages of a batch, each with `max_tokens` or little more."""
     message, num_tokens = pb.KvEventBatch(sequence=batch.sequence), 0
     for event in batch.events:
-        for part in _parts(event, max_tokens):
+        for part in event_parts(event, max_tokens):
             if num_tokens >= max_tokens:
                 yield message
                 message, num_tokens = pb.KvEventBatch(sequence=batch.sequence), 0
@@ -63,7 +52,7 @@ def batch_to_proto(batch: KvEventBatch, max_tokens: int = MAX_TOKENS) -> Iterato
     yield message
 
 
-def _parts(event: KvEvent, max_tokens: int) -> Iterator[KvEvent]:
+def event_parts(event: KvEvent, max_tokens: int) -> Iterator[KvEvent]:
     """Cuts a run of stored pages into several that follow each other."""
     if not isinstance(event, Stored):
         yield event

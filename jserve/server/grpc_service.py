@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
 from jserve.config import ServerSettings
-from jserve.errors import ConfigError, DeadlineExceeded, InvalidRequest
-from jserve.messages import GenerateRequest, RequestUpdate, joined
-from jserve.server.cache_service import CACHE_SERVICE, CacheService
+from jserve.errors import ConfigError
+from jserve.messages import RequestUpdate, joined
+from jserve.server.cache_service import CACHE_SERVICE, KV_SERVICE, CacheService
 from jserve.server.front import Front
 from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
 from jserve.server.identity import call_of
+from jserve.server.jetstream_service import JETSTREAM_SERVICE, ORCHESTRATOR, JetstreamService
 from jserve.server.proto import generate_pb2 as pb
+from jserve.server.rpc import Context, add_service, with_call_deadline
 from jserve.server.security import GrpcGuard
-from jserve.server.status import end_with_status
+from jserve.server.vllm_service import VLLM_ENGINE, VLLM_SERVICE, VllmService
 from jserve.server.wire import answer_to_proto, request_from_proto, update_to_proto
 
-SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"].full_name
+GENERATE_SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"]
+SERVICE = GENERATE_SERVICE.full_name
+# What health knows by name. The rest is there whatever the engine does.
+ENGINE_SERVICES = (SERVICE, VLLM_SERVICE, JETSTREAM_SERVICE)
 
 
 class GenerateService:
@@ -31,40 +34,26 @@ class GenerateService:
     def __init__(self, front: Front) -> None:
         self._front = front
 
-    async def generate(
-        self, message: pb.GenerateRequest | InvalidRequest, context: grpc.aio.ServicerContext
-    ) -> pb.GenerateResponse:
+    async def Generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answers with the whole output at once."""
-        try:
-            async with aclosing(self._updates(message, "Generate", context)) as updates:
-                choices = joined([update async for update in updates])
-            return answer_to_proto(choices, return_prompt_token_ids=_wants_prompt_ids(message))
-        except Exception as error:
-            await end_with_status(context, error)
+        async with aclosing(self._updates(message, "Generate", context)) as updates:
+            choices = joined([update async for update in updates])
+        return answer_to_proto(choices, return_prompt_token_ids=message.return_prompt_token_ids)
 
-    async def generate_stream(
-        self, message: pb.GenerateRequest | InvalidRequest, context: grpc.aio.ServicerContext
+    async def GenerateStream(
+        self, message: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Answers with one message per update. A slow reader slows only its own stream."""
-        try:
-            async with aclosing(self._updates(message, "GenerateStream", context)) as updates:
-                async for update in updates:
-                    yield update_to_proto(
-                        update, return_prompt_token_ids=_wants_prompt_ids(message)
-                    )
-        except Exception as error:
-            await end_with_status(context, error)
+        wants_ids = message.return_prompt_token_ids
+        async with aclosing(self._updates(message, "GenerateStream", context)) as updates:
+            async for update in updates:
+                yield update_to_proto(update, return_prompt_token_ids=wants_ids)
 
     async def _updates(
-        self,
-        message: pb.GenerateRequest | InvalidRequest,
-        method: str,
-        context: grpc.aio.ServicerContext,
+        self, message: pb.GenerateRequest, method: str, context: Context
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Yields the request's updates. Left before the last one, for whatever reason (the client
         cancelled or went away, its deadline passed, a write failed), it aborts the request."""
-        if isinstance(message, InvalidRequest):
-            raise message
         request = with_call_deadline(request_from_proto(message), context)
         call = call_of(context, self._front.gate, f"{SERVICE}/{method}")
         async with await self._front.submit(request, call) as answer:
@@ -72,19 +61,6 @@ class GenerateService:
                 if update.finish_reason == "abort":
                     await context.abort(grpc.StatusCode.CANCELLED, "the request was aborted")
                 yield update
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service. By hand, as generated code cannot answer bytes that do not parse
-        with INVALID_ARGUMENT."""
-        codec = {
-            "request_deserializer": _parse,
-            "response_serializer": pb.GenerateResponse.SerializeToString,
-        }
-        handlers = {
-            "Generate": grpc.unary_unary_rpc_method_handler(self.generate, **codec),
-            "GenerateStream": grpc.unary_stream_rpc_method_handler(self.generate_stream, **codec),
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
 def create_server(
@@ -114,11 +90,14 @@ def create_server(
             ("grpc.http2.max_ping_strikes", 0),
         ],
     )
-    GenerateService(front).add_to(server)
+    opens_cache = settings.enable_cache_service
+    add_service(server, GENERATE_SERVICE, GenerateService(front))
+    add_service(server, VLLM_ENGINE, VllmService(front, enable_cache_service=opens_cache))
+    add_service(server, ORCHESTRATOR, JetstreamService(front))
     add_health(health, server)
-    services = [SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
-    if settings.enable_cache_service:
-        CacheService(front).add_to(server)
+    services = [*ENGINE_SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME]
+    if opens_cache:
+        add_service(server, KV_SERVICE, CacheService(front))
         services.append(CACHE_SERVICE)
     reflection.enable_server_reflection(services, server)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -135,26 +114,3 @@ def create_server(
             "--host of this machine"
         ) from error
     return server, port
-
-
-def _parse(data: bytes) -> pb.GenerateRequest | InvalidRequest:
-    try:
-        return pb.GenerateRequest.FromString(data)
-    except DecodeError:
-        return InvalidRequest(f"the message of {len(data)} bytes is no {SERVICE} request")
-
-
-def _wants_prompt_ids(message: pb.GenerateRequest | InvalidRequest) -> bool:
-    return isinstance(message, pb.GenerateRequest) and message.return_prompt_token_ids
-
-
-def with_call_deadline(
-    request: GenerateRequest, context: grpc.aio.ServicerContext
-) -> GenerateRequest:
-    """Returns the request with the earlier one of its own time limit and the call's."""
-    remaining = context.time_remaining()
-    if remaining is None or (request.timeout_s is not None and request.timeout_s <= remaining):
-        return request
-    if remaining <= 0:
-        raise DeadlineExceeded("the call's deadline passed before the request was read")
-    return dataclasses.replace(request, timeout_s=remaining)

@@ -24,7 +24,7 @@ from jserve.flags import config_from_flags, define_flags, list_in_help
 from jserve.server.call_logs import CallLogs
 from jserve.server.exposition import serve_metrics
 from jserve.server.front import Engine, Front
-from jserve.server.grpc_service import SERVICE, create_server
+from jserve.server.grpc_service import ENGINE_SERVICES, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
@@ -87,7 +87,7 @@ async def _serve(
     settings = config.server
     front = Front(gate_of(config), logs.observers)
     tls = TlsFiles(config.security) if config.security.tls_cert else None
-    health = EngineHealth(lambda: front.is_ready, [SERVICE])
+    health = EngineHealth(lambda: front.is_ready, ENGINE_SERVICES)
     credentials = tls.grpc_credentials() if tls else None
     server, port = create_server(settings, front, health, logs.interceptors, credentials)
     app = logs.around(make_app(front, settings))

@@ -144,6 +144,24 @@ class Tokenizer:
     def _text_of(self, token_id: int | None) -> str:
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""
 
+    def files(self) -> dict[str, str]:
+        """Returns what Hugging Face's libraries need to make the same of texts and chats: a text
+        for each file name, wherever this tokenizer came from."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos_token or None,
+            "eos_token": self.eos_token or None,
+            "add_bos_token": self.add_bos,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {
+            "tokenizer.json": self._backend.to_str(),
+            "tokenizer_config.json": json.dumps(
+                {name: value for name, value in settings.items() if value is not None}
+            ),
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of text that `token_id` stands for; none for an id outside the vocabulary."""
         known = self._bytes.get(token_id)

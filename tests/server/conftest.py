@@ -16,7 +16,7 @@ from jserve.client import GenerateClient
 from jserve.config import ServerSettings
 from jserve.server.caller import Gate
 from jserve.server.front import Front
-from jserve.server.grpc_service import SERVICE, create_server
+from jserve.server.grpc_service import ENGINE_SERVICES, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
@@ -67,7 +67,7 @@ async def serving(
     """`gate` and `tls` are the servers', `access` is the client's."""
     engine = engine or FakeEngine()
     front = Front(gate)
-    health = EngineHealth(lambda: front.is_ready, [SERVICE])
+    health = EngineHealth(lambda: front.is_ready, ENGINE_SERVICES)
     all_settings = ServerSettings(port=0, http_port=0, **settings)
     credentials = tls.grpc_credentials() if tls else None
     server, port = create_server(all_settings, front, health, credentials=credentials)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jserve.errors import EngineDead
-from jserve.server.grpc_service import SERVICE
+from jserve.server.grpc_service import ENGINE_SERVICES, SERVICE
 from jserve.server.health import HEALTH_SERVICE
 from jserve.server.proto import generate_pb2 as pb
 from tests.server.conftest import TIMEOUT_S, Served, serving, until
@@ -52,7 +52,7 @@ async def test_o92_an_unknown_service_is_not_found(served):
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize("service", ["", *ENGINE_SERVICES])
 async def test_o92_watch_reports_loading_serving_and_shutdown(service):
     async with serving(loaded=False) as s, asyncio.timeout(TIMEOUT_S):
         watch = s.health_stub.Watch(health_pb2.HealthCheckRequest(service=service))
@@ -78,7 +78,11 @@ async def test_o92_reflection_lists_the_services_and_describes_ours(served):
     ]
     listed, described = [r async for r in stub.ServerReflectionInfo(iter(requests))]
     names = {service.name for service in listed.list_services_response.service}
-    assert names == {SERVICE, HEALTH_SERVICE, "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {
+        *("jserve.v1.GenerateService", "vllm.grpc.engine.VllmEngine"),
+        *("jetstream_proto.Orchestrator", HEALTH_SERVICE),
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     file = FileDescriptorProto.FromString(
         described.file_descriptor_response.file_descriptor_proto[0]
     )

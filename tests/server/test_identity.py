@@ -11,9 +11,10 @@ import trustme
 
 from jserve.engine.async_engine import AsyncEngine
 from jserve.server.front import Front
-from jserve.server.grpc_service import GenerateService
+from jserve.server.grpc_service import GENERATE_SERVICE, GenerateService
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import add_service
 from tests.e2e.real_engine import PAGE, arranged, prompt_of
 from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngine
@@ -31,7 +32,7 @@ async def over_tls(authority: trustme.CA, engine: FakeEngine | AsyncEngine) -> A
         require_client_auth=True,
     )
     server, front = grpc.aio.server(), Front()
-    GenerateService(front).add_to(server)
+    add_service(server, GENERATE_SERVICE, GenerateService(front))
     front.open(engine)
     port = server.add_secure_port("localhost:0", credentials)
     await server.start()
