@@ -152,18 +152,21 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and no change, while requests use any of them.
         Raises EngineDead."""
+        self._check_open()
         return await self._in_engine(self._engine.reset_prefix_cache)
 
     async def activity(self, since: int) -> dict[str, Any]:
-        """What the engine does now, and its steps after number `since`, fit for JSON. Raises
-        EngineDead."""
+        """What the engine does now, and its steps after number `since`, fit for JSON; also while it
+        drains. Raises EngineDead once it has stopped."""
         return await self._in_engine(partial(self._engine.activity, since))
 
     async def _in_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns in the engine's thread, between two steps. What it
         raises ends the call, but a broken invariant the engine. Raises EngineDead, too."""
-        self._check_open()
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self._stopping or not self._thread.is_alive():
+            raise EngineDead(self._closed_because)
+        self._loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
             try:
