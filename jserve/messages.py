@@ -82,6 +82,12 @@ class Usage:
         num_output = first.completion_tokens + sum(other.completion_tokens for other in others)
         return cls(first.prompt_tokens, num_output, first.cached_tokens)
 
+    @classmethod
+    def total(cls, usages: Iterable[Usage]) -> Usage:
+        """Returns that of several requests."""
+        counts = [(u.prompt_tokens, u.completion_tokens, u.cached_tokens) for u in usages]
+        return cls(*map(sum, zip(*counts, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,23 +89,23 @@ class _Live:
     request: GenerateRequest
     updates: list[RequestUpdate] = field(default_factory=list)
 
-    def output(self) -> RequestOutput:
-        choices = joined(self.updates)
-        sampling = self.request.sampling
-        return RequestOutput(
-            request_id=choices[0].request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=list(choices[0].prompt_token_ids),
-            outputs=[]
-            if self.request.pooling
-            else [_completion(c, sampling.logprobs is not None) for c in choices],
-            prompt_logprobs=None
-            if sampling.prompt_logprobs is None
-            else list(choices[0].prompt_logprobs),
-            usage=Usage.of_choices(c.usage for c in choices if c.usage is not None),
-            metrics=self.updates[-1].timings,
-            embedding=choices[0].embedding,
-        )
+
+def output_of(request: GenerateRequest, updates: Sequence[RequestUpdate]) -> RequestOutput:
+    """Returns what all the updates of a request that ended well say."""
+    choices = joined(updates)
+    sampling = request.sampling
+    return RequestOutput(
+        request_id=choices[0].request_id,
+        prompt=request.prompt,
+        prompt_token_ids=list(choices[0].prompt_token_ids),
+        outputs=[_completion(c, sampling.logprobs is not None) for c in choices],
+        prompt_logprobs=None
+        if sampling.prompt_logprobs is None
+        else list(choices[0].prompt_logprobs),
+        usage=Usage.of_choices(c.usage for c in choices if c.usage is not None),
+        metrics=updates[-1].timings,
+        embedding=choices[0].embedding,
+    )
 
 
 def _completion(choice: RequestUpdate, with_logprobs: bool) -> CompletionOutput:
@@ -172,7 +173,7 @@ class RequestDriver:
             if update.num_live_choices:
                 self._engine.abort(update.request_id)
         elif update.is_last:
-            self._end(live, update.request_id, live.output())
+            self._end(live, update.request_id, output_of(live.request, live.updates))
 
     def _end(self, live: _Live, request_id: str, result: RequestOutput | JserveError) -> None:
         del self._live[request_id]

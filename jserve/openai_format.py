@@ -15,6 +15,7 @@ from typing import Any
 
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
+from jserve.openai_fields import ALIASES, LABELS, NEUTRAL, REQUEST, SAMPLING, TEXT
 from jserve.openai_structured import take_structured
 from jserve.sampling_params import SamplingParams
 
@@ -24,22 +25,9 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-# Fields that we do not offer but whose one neutral value asks for nothing.
-NEUTRAL: dict[str, Any] = {"stream": False, "parallel_tool_calls": True}
-# Same name and meaning in SamplingParams. Those of the last two lines are not OpenAI's but common
-# extensions, as is best_of in a chat.
-SAMPLING_FIELDS = (
-    *("temperature", "top_p", "seed", "max_tokens", "stop", "n", "best_of"),
-    *("presence_penalty", "frequency_penalty"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
-    *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str"),
-)
-# Fields of GenerateRequest and their types.
-REQUEST_FIELDS: dict[str, Any] = {
-    "model": str,
+# Types of the fields of GenerateRequest.
+_REQUEST_TYPES: dict[str, Any] = {
     "priority": int,
-    "request_class": str,
-    "tenant": str,
     "timeout_s": (int, float),
     "queue_timeout_s": (int, float),
 }
@@ -51,13 +39,18 @@ class OpenAICall:
 
     Attributes:
       echo: the texts begin with the prompt's, and log-probabilities with those of its tokens.
+      is_echo_alone: nothing is wanted but that. The engine generates at least one token, which is
+        then left out.
       return_token_ids: the ids of prompt and output come too.
+      parallel_tool_calls: else the answer shows its first call only.
     """
 
     endpoint: Endpoint
     request: GenerateRequest
     echo: bool = False
+    is_echo_alone: bool = False
     return_token_ids: bool = False
+    parallel_tool_calls: bool = True
 
 
 def parse_body(
@@ -65,19 +58,19 @@ def parse_body(
 ) -> OpenAICall:
     """Reads a request body; a field of null counts as absent.
 
-    Raises InvalidRequest for a missing, unknown or unsupported field, by its name. Without
-    max_tokens a completion has 16 tokens and a chat answer has no limit but the model's, as at
-    OpenAI. `return_token_ids` is the default of the body's field of that name, an extension.
+    Raises InvalidRequest for a missing, unknown or unsupported field, by its name. Labels, which
+    change no answer, are checked and dropped. Without max_tokens a completion has 16 tokens and a
+    chat answer has no limit but the model's, as at OpenAI. `return_token_ids` is the default of the
+    body's field of that name, an extension.
     """
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"body is {_kind(body)}; give an object")
     fields = {name: value for name, value in body.items() if value is not None}
-    for name, neutral in NEUTRAL.items():
-        if (value := fields.pop(name, neutral)) is not neutral:
-            raise InvalidRequest(f"{name}={value!r} is not supported; leave it out")
+    _drop_what_asks_for_nothing(fields)
+    _rename_aliases(fields)
     chat = endpoint == Endpoint.CHAT
     inputs = _take_chat(fields) if chat else _take_prompt(fields)
-    sampling = {name: fields.pop(name) for name in SAMPLING_FIELDS if name in fields}
+    sampling = {name: fields.pop(name) for name in SAMPLING if name in fields}
     sampling["logit_bias"] = _take_logit_bias(fields)
     sampling["structured"] = take_structured(fields)
     sampling["logprobs"] = _take_logprobs(fields, chat)
@@ -89,13 +82,14 @@ def parse_body(
                 "echo with logprobs gives those of the prompt, too: leave out prompt_logprobs"
             )
         sampling["prompt_logprobs"] = sampling["logprobs"]
+    is_echo_alone = echo and sampling.get("max_tokens") == 0
+    if is_echo_alone:
+        sampling["max_tokens"] = 1
     if chat:
-        newer = fields.pop("max_completion_tokens", None)
-        if newer is not None and sampling.setdefault("max_tokens", newer) != newer:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them")
         sampling.setdefault("max_tokens", None)
+    parallel_tool_calls = not chat or _take_bool(fields, "parallel_tool_calls", True)
     return_token_ids = _take_bool(fields, "return_token_ids", return_token_ids)
-    request = {name: _typed(name, fields.pop(name)) for name in REQUEST_FIELDS if name in fields}
+    request = {name: _typed(name, fields.pop(name)) for name in REQUEST if name in fields}
     if fields:
         names = ", ".join(sorted(map(repr, fields)))
         raise InvalidRequest(f"body has unknown or unsupported fields: {names}")
@@ -103,8 +97,27 @@ def parse_body(
         endpoint=endpoint,
         request=GenerateRequest(**inputs, **request, sampling=SamplingParams(**sampling)),
         echo=echo,
+        is_echo_alone=is_echo_alone,
         return_token_ids=return_token_ids,
+        parallel_tool_calls=parallel_tool_calls,
     )
+
+
+def _drop_what_asks_for_nothing(fields: dict[str, Any]) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = fields.pop(name, neutral[0])
+        if not any(type(value) is type(nothing) and value == nothing for nothing in neutral):
+            raise InvalidRequest(f"{name}={value!r:.80} is not supported; leave it out")
+    for name, schema in LABELS.items():
+        kind = str if schema is TEXT else dict
+        if not isinstance(value := fields.pop(name, kind()), kind):
+            raise InvalidRequest(f"{name} is {_kind(value)}, not {schema['type']}")
+
+
+def _rename_aliases(fields: dict[str, Any]) -> None:
+    for alias, name in ALIASES.items():
+        if alias in fields and fields.setdefault(name, fields[alias]) != fields.pop(alias):
+            raise InvalidRequest(f"{name} and {alias} differ; give one of them")
 
 
 def _take_chat(fields: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +126,11 @@ def _take_chat(fields: dict[str, Any]) -> dict[str, Any]:
     if tools := fields.pop("tools", None):  # an empty list asks for nothing
         if not isinstance(tools, list):
             raise InvalidRequest("tools is not a list of functions")
+        for index, tool in enumerate(tools):
+            if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+                raise InvalidRequest(
+                    f'tools[{index}] is not a {{"type": "function", "function": {{...}}}}'
+                )
         chat["tools"] = tools
     if (choice := fields.pop("tool_choice", None)) is not None:
         if not isinstance(choice, (str, Mapping)):
@@ -188,8 +206,8 @@ def _take_bool(fields: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _typed(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, REQUEST_FIELDS[name]):
-        raise InvalidRequest(f"{name}={value!r} has the wrong type")
+    if isinstance(value, bool) or not isinstance(value, _REQUEST_TYPES.get(name, str)):
+        raise InvalidRequest(f"{name}={value!r:.80} has the wrong type")
     return value
 
 

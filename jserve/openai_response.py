@@ -8,12 +8,13 @@ Sources: the OpenAI API reference, /v1/chat/completions and /v1/completions; `st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jserve.messages import GenerateRequest, TokenLogprobs
+from jserve.messages import GenerateRequest, TokenLogprobs, Usage
 from jserve.offline import CompletionOutput, RequestOutput
 from jserve.openai_format import Endpoint, OpenAICall
-from jserve.text.detokenizer import Detokenizer
+from jserve.openai_logprobs import TextOffsets, chat_logprobs, columns, prompt_logprobs
 from jserve.text.tokenizer import Tokenizer
 from jserve.text.tool_calls import OutputDelta, OutputParser
 
@@ -37,36 +38,72 @@ def response_body(
     """
     chat = call.endpoint == Endpoint.CHAT
     prompt_ids = output.prompt_token_ids
-    body: dict[str, Any] = {
-        "id": ("chatcmpl-" if chat else "cmpl-") + output.request_id,
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": model,
+    return {
+        **body_head(call, output.request_id, model, created),
         "choices": [
             _chat_choice(call, completion, tokenizer, new_parser(call.request, prompt_ids))
             if chat
             else _text_choice(call, output, completion, tokenizer)
             for completion in output.outputs
         ],
-        "usage": usage_body(output),
+        "usage": usage_body(call, output.usage),
+        **_about_prompt(call, output, tokenizer),
     }
-    if output.prompt_logprobs is not None and not call.echo:
-        body["prompt_logprobs"] = [
-            None if p is None else _prompt_entry(p, tokenizer) for p in output.prompt_logprobs
-        ]
-    if call.return_token_ids:
-        body["prompt_token_ids"] = prompt_ids
-    return body
 
 
-def usage_body(output: RequestOutput) -> dict[str, Any]:
-    usage = output.usage
+def response_of_prompts(
+    call: OpenAICall,
+    outputs: Sequence[RequestOutput],
+    *,
+    request_id: str,
+    model: str,
+    created: int,
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Returns the body of a response to a completion of several prompts: choice i of prompt j, of n
+    choices each, has index j * n + i, and what the body tells of the prompt of a single one. Usage
+    is the sum of theirs."""
+    total = Usage.total(output.usage for output in outputs)
+    choices: list[dict[str, Any]] = []
+    for output in outputs:
+        for completion in output.outputs:
+            choice = _text_choice(call, output, completion, tokenizer)
+            choice |= {"index": len(choices), **_about_prompt(call, output, tokenizer)}
+            choices.append(choice)
+    head = body_head(call, request_id, model, created)
+    return {**head, "choices": choices, "usage": usage_body(call, total)}
+
+
+def body_head(
+    call: OpenAICall, request_id: str, model: str, created: int, *, is_chunk: bool = False
+) -> dict[str, Any]:
+    """Returns the fields that say what a body, or the chunk of a stream, is about."""
+    chat = call.endpoint == Endpoint.CHAT
+    return {
+        "id": ("chatcmpl-" if chat else "cmpl-") + request_id,
+        "object": "chat.completion" + ".chunk" * is_chunk if chat else "text_completion",
+        "created": created,
+        "model": model,
+    }
+
+
+def usage_body(call: OpenAICall, usage: Usage) -> dict[str, Any]:
+    num_output = 0 if call.is_echo_alone else usage.completion_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "completion_tokens": num_output,
+        "total_tokens": usage.prompt_tokens + num_output,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _about_prompt(call: OpenAICall, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if output.prompt_logprobs is not None and not call.echo:
+        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, tokenizer)
+    if call.return_token_ids:
+        told["prompt_token_ids"] = output.prompt_token_ids
+    return told
 
 
 def _ending(call: OpenAICall, completion: CompletionOutput) -> dict[str, Any]:
@@ -83,15 +120,18 @@ def _chat_choice(
     deltas = (parser.feed(completion.text), parser.finish())
     content = "".join(delta.content for delta in deltas)
     calls = _tool_calls(deltas)
+    if not call.parallel_tool_calls:
+        calls = calls[:1]
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning := "".join(delta.reasoning for delta in deltas):
         message["reasoning_content"] = reasoning
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
+    logprobs = completion.logprobs
     choice = {
         "index": completion.index,
         "message": message,
-        "logprobs": _chat_logprobs(completion, tokenizer),
+        "logprobs": None if logprobs is None else chat_logprobs(logprobs, tokenizer),
         **_ending(call, completion),
     }
     if parser.has_calls and completion.finish_reason == "stop":
@@ -113,135 +153,57 @@ def _tool_calls(deltas: Iterable[OutputDelta]) -> list[dict[str, Any]]:
 def _text_choice(
     call: OpenAICall, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    echoed = _prompt_text(call, output, tokenizer) if call.echo else ""
-    logprobs = None
-    if completion.logprobs is not None:
-        parts = _columns(
-            [p.token_id for p in completion.logprobs],
-            completion.logprobs,
-            _offsets(call, output, completion, tokenizer, len(echoed)),
-            tokenizer,
+    if call.is_echo_alone:
+        completion = replace(
+            completion,
+            text="",
+            token_ids=[],
+            logprobs=None if completion.logprobs is None else [],
+            finish_reason="length",
+            stop_reason=None,
         )
+    ids = output.prompt_token_ids
+    echoed = prompt_text(call, output.prompt, ids, tokenizer) if call.echo else ""
+    parts = None
+    if completion.logprobs is not None:
+        skip = call.request.sampling.skip_special_tokens
+        offsets = TextOffsets(tokenizer, ids, skip_special_tokens=skip, start=len(echoed))
+        starts = offsets.take(completion.token_ids, completion.text, is_last=True)
+        of_output = [p.token_id for p in completion.logprobs]
+        parts = columns(of_output, completion.logprobs, starts, tokenizer)
         if call.echo:
-            ids = output.prompt_token_ids
-            offsets = _prompt_offsets(call, output, echoed, tokenizer)
-            prompt = _columns(ids, output.prompt_logprobs or (), offsets, tokenizer)
+            about = (output.prompt, ids, output.prompt_logprobs or ())
+            prompt = echoed_columns(call, *about, echoed, tokenizer)
             parts = {name: prompt[name] + column for name, column in parts.items()}
-        logprobs = parts
     return {
         "index": completion.index,
         "text": echoed + completion.text,
-        "logprobs": logprobs,
+        "logprobs": parts,
         **_ending(call, completion),
     }
 
 
-# ---- log-probabilities --------------------------------------------------------------------------
+def prompt_text(
+    call: OpenAICall, prompt: str | None, token_ids: Sequence[int], tokenizer: Tokenizer
+) -> str:
+    """Returns the prompt as an echo shows it; `prompt` is None where it was given as ids."""
+    if prompt is not None:
+        return prompt
+    skip = call.request.sampling.skip_special_tokens
+    return tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-def _named(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text, or "bytes:\\xf0\\x9f" where it is a part of a character, as OpenAI has it,
-    or "token_id:7" where it has none: two tokens must never have one name."""
-    data = tokenizer.token_bytes(token_id)
-    if not data:
-        return f"token_id:{token_id}"
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _chat_logprobs(completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    if completion.logprobs is None:
-        return None
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token_id)
-        return {"token": _named(tokenizer, token_id), "logprob": logprob, "bytes": list(data)}
-
-    return {
-        "content": [
-            entry(p.token_id, p.logprob) | {"top_logprobs": [entry(*top) for top in p.top]}
-            for p in completion.logprobs
-        ]
-    }
-
-
-def _columns(
+def echoed_columns(
+    call: OpenAICall,
+    prompt: str | None,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs | None],
-    offsets: list[int],
+    echoed: str,
     tokenizer: Tokenizer,
 ) -> dict[str, list[Any]]:
-    """The log-probabilities of a completion, which come as columns."""
-
-    def name(token_id: int) -> str:
-        return _named(tokenizer, token_id)
-
-    return {
-        "tokens": [name(token_id) for token_id in token_ids],
-        "token_logprobs": [p and p.logprob for p in logprobs],
-        "top_logprobs": [p and {name(i): value for i, value in p.top} for p in logprobs],
-        "text_offset": offsets,
-    }
-
-
-def _prompt_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Those of one prompt token: the alternatives and itself, by id."""
-    ranked = [(i, value, rank) for rank, (i, value) in enumerate(entry.top, 1)]
-    return {
-        str(i): {
-            "logprob": value,
-            "rank": rank,
-            "decoded_token": _named(tokenizer, i),
-        }
-        for i, value, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
-    }
-
-
-# ---- where tokens are in the text ---------------------------------------------------------------
-
-
-def _prompt_text(call: OpenAICall, output: RequestOutput, tokenizer: Tokenizer) -> str:
-    if output.prompt is not None:
-        return output.prompt
-    skip = call.request.sampling.skip_special_tokens
-    return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
-
-
-def _prompt_offsets(
-    call: OpenAICall, output: RequestOutput, echoed: str, tokenizer: Tokenizer
-) -> list[int]:
+    """Returns the log-probabilities of an echoed prompt's tokens."""
     # A text holds no BOS that the tokenizer has added, whatever the answer is to show.
-    skip = output.prompt is not None or call.request.sampling.skip_special_tokens
-    detokenizer = Detokenizer(tokenizer, (), skip_special_tokens=skip)
-    return _starts(detokenizer, output.prompt_token_ids, echoed, tokenizer)
-
-
-def _offsets(
-    call: OpenAICall,
-    output: RequestOutput,
-    completion: CompletionOutput,
-    tokenizer: Tokenizer,
-    num_before: int,
-) -> list[int]:
-    skip = call.request.sampling.skip_special_tokens
-    detokenizer = Detokenizer(tokenizer, output.prompt_token_ids, skip_special_tokens=skip)
-    starts = _starts(detokenizer, completion.token_ids, completion.text, tokenizer)
-    return [num_before + start for start in starts]
-
-
-def _starts(
-    detokenizer: Detokenizer, token_ids: Sequence[int], text: str, tokenizer: Tokenizer
-) -> list[int]:
-    """Where in `text` each token begins, in characters: 0 or more, at most its length. What is not
-    shown takes no room; the parts of one character all begin where it does."""
-    starts, end = [], 0
-    for token_id in token_ids:
-        starts.append(end)
-        piece = detokenizer.add((token_id,))
-        if not piece and token_id in tokenizer.special_token_ids:
-            name = _named(tokenizer, token_id)
-            piece = name if text.startswith(name, end) else ""  # where the caller has written it
-        end = min(end + len(piece), len(text))
-    return starts
+    skip = prompt is not None or call.request.sampling.skip_special_tokens
+    offsets = TextOffsets(tokenizer, (), skip_special_tokens=skip)
+    starts = offsets.take(token_ids, echoed, is_last=True)
+    return columns(token_ids, logprobs, starts, tokenizer)

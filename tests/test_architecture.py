@@ -23,6 +23,7 @@ LEAVES = (
     *("jserve.errors", "jserve.config", "jserve.messages", "jserve.sampling_params"),
     "jserve.structured",
 )
+OPENAI = ("embeddings", "fields", "format", "http", "response", "stream")  # of bodies, no jax
 MAY_IMPORT = {
     "scheduler": ("scheduler",),
     "pallas_kernels": ("pallas_kernels",),
@@ -31,7 +32,11 @@ MAY_IMPORT = {
     "jserve.text": ("jserve.text",),
     "jserve.runner": ("jserve.runner", "jserve.models", "pallas_kernels", "scheduler"),
     "jserve.engine": ("jserve.engine", "jserve.text", "scheduler"),
-    "jserve.server": ("jserve.server", "jserve.engine", "jserve.flags", "jserve.build"),
+    "jserve.server": (
+        *("jserve.server", "jserve.engine", "jserve.text", "jserve.flags", "jserve.build"),
+        *(f"jserve.openai_{name}" for name in OPENAI),
+        "jserve.offline",  # for the form of a finished output
+    ),
     "jserve.sim": (
         *("jserve.sim", "jserve.bench", "jserve.flags", "jserve.engine.step_log", "scheduler"),
         *("jserve.models.config", "jserve.models.families", "pallas_kernels.devices"),
@@ -62,6 +67,7 @@ WITHOUT_JAX = (
     *("jserve.llm", "jserve.offline", "jserve.flags", "jserve.openai_format", "jserve.client"),
     *("jserve.engine", "jserve.text", "jserve.server", "jserve.batch", "scheduler"),
     *("jserve.sim", "jserve.doctor", "jserve.openai_response", "jserve.openai_structured"),
+    *("jserve.openai_http", "jserve.openai_stream"),
 )
 
 

@@ -71,10 +71,17 @@ def test_o32_no_sampling_field_is_without_a_name_in_a_body():
     [
         (read_chat, {"best": 1}, "'best'"),
         (read_chat, {"stream": True}, "stream=True"),
-        (read_chat, {"user": "u"}, "'user'"),
+        (read_chat, {"user": 1}, "user is of type int"),
+        (read_chat, {"metadata": "u"}, "metadata is of type str"),
+        (read_chat, {"store": True}, "store=True"),
+        (read_chat, {"service_tier": "flex"}, "service_tier='flex'"),
+        (read_chat, {"tools": [1]}, r"tools\[0\]"),
+        (read_chat, {"tools": [{"function": 1}]}, r"tools\[0\]"),
+        (read_chat, {"priority": 1.5}, "priority=1.5"),
+        (read_text, {"timeout_s": "1"}, "timeout_s='1'"),
         (read_chat, {"prompt": "x"}, "'prompt'"),
         (read_chat, {"echo": True}, "'echo'"),
-        (read_chat, {"parallel_tool_calls": False}, "parallel_tool_calls=False"),
+        (read_chat, {"parallel_tool_calls": 0}, "parallel_tool_calls=0"),
         (read_chat, {"functions": [TOOL]}, "'functions'"),
         (read_chat, {"tools": {"a": 1}}, "tools is not a list"),
         (read_chat, {"tool_choice": 1}, "tool_choice"),
@@ -100,6 +107,36 @@ def test_o32_no_sampling_field_is_without_a_name_in_a_body():
 def test_o32_what_is_not_offered_is_refused_by_name(read, fields, names):
     with pytest.raises(InvalidRequest, match=names):
         read(**fields)
+
+
+@pytest.mark.parametrize("read", [read_chat, read_text])
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [
+        ("max_completion_tokens", "max_tokens", 3),
+        ("include_stop_str_in_output", "include_stop_str", True),
+        ("cache_salt", "tenant", "a"),
+        ("timeout", "timeout_s", 1.5),
+    ],
+)
+def test_o89_an_alias_has_the_same_effect_on_both_endpoints(read, alias, name, value):
+    assert read(**{alias: value}) == read(**{name: value}) == read(**{alias: value, name: value})
+    assert read(**{alias: value}) != read()
+    with pytest.raises(InvalidRequest, match=f"{name} and {alias} differ"):
+        read(**{alias: value, name: "other"})
+
+
+@pytest.mark.parametrize("read", [read_chat, read_text])
+def test_o89_labels_are_accepted_and_change_nothing(read):
+    labels = {"user": "ann", "safety_identifier": "x", "prompt_cache_key": "y", "metadata": {}}
+    nothing = {"store": False, "service_tier": "auto", "modalities": ["text"], "stream": False}
+    assert read(**labels, **nothing) == read()
+
+
+def test_an_echo_alone_generates_the_one_token_that_it_must():
+    call = read_text(max_tokens=0, echo=True)
+    assert (call.is_echo_alone, call.request.sampling.max_tokens) == (True, 1)
+    assert not read_text(max_tokens=1, echo=True).is_echo_alone
 
 
 @pytest.mark.parametrize(

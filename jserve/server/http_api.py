@@ -13,13 +13,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jserve.config import ServerSettings
 from jserve.errors import JserveError, Overloaded
-from jserve.server import http_health, http_page
+from jserve.server import http_completions, http_health, http_page
 from jserve.server.front import Front
 from jserve.server.http_errors import ClientGone, error_response, on_error
 from jserve.server.http_guard import HttpGuard
 
 # What each part of the API adds, in order of matching.
-ROUTES: tuple[Callable[[Front], list[Route]], ...] = (http_health.routes, http_page.routes)
+ROUTES: tuple[Callable[[Front], list[Route]], ...] = (
+    http_health.routes,
+    http_completions.routes,
+    http_page.routes,
+)
 # What answers however many calls are open: probes must.
 _UNCOUNTED = ("/health", "/metrics")
 

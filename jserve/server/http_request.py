@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -54,13 +54,14 @@ def admin_call_of_http(request: Request) -> Call:
     return call
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Returns the body, a JSON object.
+async def read_json(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+    """Returns what `read` makes of the body, a JSON object. Long bodies are read in a thread.
 
     Raises:
       HTTPException: 413 as soon as more than `max_message_bytes` have come, 415 for what does not
         call itself JSON. That, because browsers let any page send other kinds to any address.
-      InvalidRequest: it is no JSON object in UTF-8, or holds NaN, Infinity or too large a number.
+      InvalidRequest: as `read` does; it is no JSON object in UTF-8, or holds NaN, Infinity or too
+        large a number.
       ClientGone: the client left before it was complete.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -70,8 +71,8 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; send plain JSON")
     data = await _read(request, settings_of(request).max_message_bytes)
     if len(data) <= INLINE_BYTES:
-        return _parse(data)
-    return await asyncio.to_thread(_parse, data)
+        return read(_parse(data))
+    return await asyncio.to_thread(lambda: read(_parse(data)))
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -1,0 +1,138 @@
+"""The fields of OpenAI request bodies: their names, and what each may hold as JSON Schema. Knows
+names and ranges: no parsing, no transport. `openai_format` reads by these tables, and the OpenAPI
+document shows them.
+
+Source: the OpenAI API reference; names that are not OpenAI's are vLLM's, where it has the field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jserve import sampling_params as limits
+
+Schema = dict[str, Any]
+
+
+def _number(low: float, high: float, **more: Any) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high, **more}
+
+
+def _integer(low: int, high: int = 2**31 - 1) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _list(items: Schema, low: int, high: int) -> Schema:
+    return {"type": "array", "items": items, "minItems": low, "maxItems": high}
+
+
+def _text(low: int, high: int) -> Schema:
+    return {"type": "string", "minLength": low, "maxLength": high}
+
+
+BOOL: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+TEXT: Schema = {"type": "string"}
+TOKEN_ID = _integer(0)
+TOKEN_IDS = _list(TOKEN_ID, 1, 2**20)
+_STOP = _text(1, limits.MAX_STOP_CHARS)
+_WORD = {
+    "anyOf": [_text(1, limits.MAX_BAD_WORD_SIZE), _list(TOKEN_ID, 1, limits.MAX_BAD_WORD_SIZE)]
+}
+_SECONDS = _number(0, 1e9, exclusiveMinimum=0)
+
+# Same name and meaning in SamplingParams. Those from top_k on are not OpenAI's but common
+# extensions, as is best_of in a chat.
+SAMPLING: dict[str, Schema] = {
+    "temperature": _number(0, 100),
+    "top_p": _number(0, 1, exclusiveMinimum=0),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "max_tokens": _integer(1),
+    "stop": {"anyOf": [_STOP, _list(_STOP, 0, limits.MAX_STOP_STRINGS)]},
+    "n": _integer(1, limits.MAX_CHOICES),
+    "best_of": _integer(1, limits.MAX_CHOICES),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "top_k": _integer(-1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0.01, 100),
+    "min_tokens": _integer(0),
+    "stop_token_ids": _list(TOKEN_ID, 0, limits.MAX_STOP_TOKEN_IDS),
+    "ignore_eos": BOOL,
+    "bad_words": _list(_WORD, 0, limits.MAX_BAD_WORDS),
+    "allowed_token_ids": _list(TOKEN_ID, 1, limits.MAX_ALLOWED_TOKEN_IDS),
+    "skip_special_tokens": BOOL,
+    "include_stop_str": BOOL,
+}
+# Same name and meaning in GenerateRequest.
+REQUEST: dict[str, Schema] = {
+    "model": TEXT,
+    "priority": _integer(-(2**31) + 1),
+    "request_class": TEXT,
+    "tenant": _text(0, 256),
+    "timeout_s": _SECONDS,
+    "queue_timeout_s": _SECONDS,
+}
+# Other names for the above; giving both is an error unless they agree.
+ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "include_stop_str_in_output": "include_stop_str",
+    "cache_salt": "tenant",
+    "timeout": "timeout_s",
+}
+FORM: dict[str, Schema] = {
+    "response_format": OBJECT,
+    "guided_json": {"type": ["object", "string", "boolean"]},
+    "guided_regex": TEXT,
+    "guided_choice": {"type": "array", "items": TEXT},
+    "guided_grammar": TEXT,
+    "structured_outputs": OBJECT,
+}
+COMMON: dict[str, Schema] = {
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": _number(-limits.MAX_BIAS, limits.MAX_BIAS),
+        "maxProperties": limits.MAX_LOGIT_BIAS,
+    },
+    "prompt_logprobs": _integer(0, limits.MAX_LOGPROBS),
+    "return_token_ids": BOOL,
+}
+CHAT: dict[str, Schema] = {
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {"role": TEXT, "content": {"type": ["string", "array", "null"]}},
+            "required": ["role"],
+        },
+    },
+    "tools": {"type": "array", "items": OBJECT},
+    "tool_choice": {"type": ["string", "object"]},
+    "parallel_tool_calls": BOOL,
+    "logprobs": BOOL,
+    "top_logprobs": _integer(0, limits.MAX_LOGPROBS),
+    "add_generation_prompt": BOOL,
+    "continue_final_message": BOOL,
+    "chat_template_kwargs": OBJECT,
+}
+COMPLETIONS: dict[str, Schema] = {
+    "prompt": {"anyOf": [TEXT, TOKEN_IDS]},
+    "echo": BOOL,
+    "logprobs": _integer(0, limits.MAX_LOGPROBS),
+}
+# They name a call for its sender's own accounts, and by definition change no answer.
+LABELS: dict[str, Schema] = {
+    "user": TEXT,
+    "safety_identifier": TEXT,
+    "prompt_cache_key": TEXT,
+    "metadata": OBJECT,
+}
+# Not offered; these values ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}

@@ -1,0 +1,209 @@
+"""/v1/completions and /v1/chat/completions: bodies in, engine requests out, answers whole or
+streamed back. Knows the flow: bodies' and answers' fields are openai_*'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jserve.errors import InvalidRequest, RequestFailed
+from jserve.messages import GenerateRequest, RequestUpdate, Usage
+from jserve.offline import RequestOutput, output_of
+from jserve.openai_format import Endpoint
+from jserve.openai_http import HttpBody, read_http_body
+from jserve.openai_response import body_head, response_body, response_of_prompts
+from jserve.openai_stream import DONE, ChunkWriter, event, usage_event
+from jserve.server.front import Answer, Call, Front
+from jserve.server.http_errors import JsonResponse, error_body
+from jserve.server.http_request import call_of_http, front_of, read_json, unless_gone
+
+ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+_MAX_ID_CHARS = 200
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+Take = Callable[[int, RequestUpdate], Awaitable[None]]  # of the request with this index
+
+
+def routes(front: Front) -> list[Route]:
+    return [
+        Route(endpoint, partial(_answer, endpoint=endpoint), methods=["POST"])
+        for endpoint in Endpoint
+    ]
+
+
+async def _answer(request: Request, endpoint: Endpoint) -> _Generation:
+    call = call_of_http(request)
+    body = await read_json(request, partial(read_http_body, endpoint))
+    given_id = request.headers.get(ID_HEADER)
+    if given_id is not None and not 0 < len(given_id) <= _MAX_ID_CHARS:
+        raise InvalidRequest(f"{ID_HEADER} must have 1 to {_MAX_ID_CHARS} characters")
+    limit_s = _header_timeout_s(request)
+    unique = uuid4().hex
+    # A proxy that tries again sends the same one, maybe while its first try still runs.
+    request_id = unique if given_id is None else f"{given_id}-{unique[:8]}"
+    is_single = len(body.requests) == 1
+    requests = [
+        replace(
+            asked,
+            request_id=request_id if is_single else f"{request_id}-{index}",
+            timeout_s=min(filter(None, (asked.timeout_s, limit_s)), default=asked.timeout_s),
+        )
+        for index, asked in enumerate(body.requests)
+    ]
+    headers = {ID_HEADER: given_id or request_id}
+    return _Generation(request, call, body, requests, request_id, headers)
+
+
+def _header_timeout_s(request: Request) -> float | None:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,12}", text) or not int(text):
+        raise InvalidRequest(f"{TIMEOUT_HEADER}={text!r:.40} is not a number of milliseconds")
+    return int(text) / 1e3
+
+
+class _Generation:
+    """Answers by generating. All that is generated ends with the call, whatever ends that."""
+
+    def __init__(
+        self,
+        request: Request,
+        call: Call,
+        body: HttpBody,
+        requests: Sequence[GenerateRequest],
+        request_id: str,
+        headers: dict[str, str],
+    ) -> None:
+        self._request, self._call, self._body = request, call, body
+        self._requests, self._request_id = requests, request_id
+        self._headers = headers
+        self._front = front_of(request)
+        self._created = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await unless_gone(self._request, self._generate(send))
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _generate(self, send: Send) -> Response | None:
+        processor = self._front.engine.processor
+        self._model, self._tokenizer = processor.limits.name, processor.tokenizer
+        self._new_parser = processor.chat.parser
+        async with AsyncExitStack() as stack:
+            answers = []
+            for asked in self._requests:
+                answer = await self._front.submit(asked, self._call)
+                answers.append(await stack.enter_async_context(answer))
+            if self._body.is_stream:
+                await self._stream(answers, send)
+                return None
+            return await self._whole(answers)
+
+    async def _whole(self, answers: Sequence[Answer]) -> Response:
+        updates: list[list[RequestUpdate]] = [[] for _ in answers]
+
+        async def take(index: int, update: RequestUpdate) -> None:
+            updates[index].append(update)
+
+        await _read_all(answers, take)
+        outputs = [output_of(*pair) for pair in zip(self._requests, updates, strict=True)]
+        sampling = self._body.call.request.sampling
+        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+            return self._response(outputs)
+        return await asyncio.to_thread(self._response, outputs)  # a long one takes its time
+
+    def _response(self, outputs: Sequence[RequestOutput]) -> Response:
+        about: dict[str, Any] = {
+            "model": self._model,
+            "created": self._created,
+            "tokenizer": self._tokenizer,
+        }
+        call = self._body.call
+        if len(outputs) > 1:
+            body = response_of_prompts(call, outputs, request_id=self._request_id, **about)
+        else:
+            body = response_body(call, outputs[0], new_parser=self._new_parser, **about)
+        return JsonResponse(body, headers=self._headers)
+
+    async def _stream(self, answers: Sequence[Answer], send: Send) -> None:
+        """Sends events as updates come. Until the first, an error still has a status of its own;
+        later it is an event, after which the stream ends."""
+        body = self._body
+        head = body_head(body.call, self._request_id, self._model, self._created, is_chunk=True)
+        n = body.call.request.sampling.n
+        writers = [
+            ChunkWriter(
+                body,
+                asked,
+                head=head,
+                first_index=index * n,
+                tokenizer=self._tokenizer,
+                new_parser=self._new_parser,
+            )
+            for index, asked in enumerate(self._requests)
+        ]
+        is_started = False
+
+        async def emit(text: str, *, more: bool = True) -> None:
+            nonlocal is_started
+            if not is_started:
+                is_started = True
+                headers = [(k.encode(), v.encode("latin-1")) for k, v in self._headers.items()]
+                headers += _EVENT_STREAM
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        async def take(index: int, update: RequestUpdate) -> None:
+            if text := writers[index].take(update):
+                await emit(text)
+
+        try:
+            await _read_all(answers, take)
+        except Exception as error:
+            if not is_started:
+                raise
+            await emit(event(error_body(error)), more=False)
+            return
+        end = DONE
+        if body.include_usage:
+            end = usage_event(body, head, Usage.total(w.usage for w in writers)) + end
+        await emit(end, more=False)
+
+
+async def _read_all(answers: Sequence[Answer], take: Take) -> None:
+    """Gives all updates of all answers to `take`, as they come. Raises the first error."""
+    if len(answers) == 1:
+        await _read(0, answers[0], take)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, answer in enumerate(answers):
+                group.create_task(_read(index, answer, take))
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _read(index: int, answer: Answer, take: Take) -> None:
+    async for update in answer:
+        if update.finish_reason == "abort":
+            raise RequestFailed("the request was aborted")
+        await take(index, update)
