@@ -68,7 +68,12 @@ log = logging.getLogger(__name__)
 
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
     """Returns a warm engine in a thread of its own."""
-    return AsyncEngine(build_engine(config))
+    limits = config.server
+    return AsyncEngine(
+        build_engine(config),
+        step_timeout_s=limits.step_timeout_s,
+        max_unread_updates=limits.max_unread_updates,
+    )
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -139,10 +139,21 @@ def joined(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
     parts: dict[int, list[RequestUpdate]] = {}
     for update in updates:
         parts.setdefault(update.index, []).append(update)
-    return [_joined_choice(parts[index]) for index in sorted(parts)]
+    return [replace(_merged_choice(parts[i]), num_live_choices=0) for i in sorted(parts)]
 
 
-def _joined_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
+def merged(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
+    """Returns what consecutive `updates` of one request say as one update for each choice, that of
+    the newest last: of those that end a choice, the order stays."""
+    parts: dict[int, list[RequestUpdate]] = {}
+    for update in updates:
+        of_choice = parts.pop(update.index, [])
+        of_choice.append(update)
+        parts[update.index] = of_choice
+    return [p[0] if len(p) == 1 else _merged_choice(p) for p in parts.values()]
+
+
+def _merged_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
     return replace(
         parts[-1],
         text="".join(p.text for p in parts),
@@ -150,5 +161,4 @@ def _joined_choice(parts: Sequence[RequestUpdate]) -> RequestUpdate:
         logprobs=tuple(e for p in parts for e in p.logprobs),
         prompt_token_ids=parts[0].prompt_token_ids,
         prompt_logprobs=parts[0].prompt_logprobs,
-        num_live_choices=0,
     )

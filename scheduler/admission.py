@@ -16,6 +16,7 @@ from scheduler.config import LatencyTargets, SchedulerConfig
 from scheduler.pages import RequestPages, Work
 from scheduler.policy import POLICIES, PolicySettings, WaitingQueue
 from scheduler.request import Request, RequestStatus
+from scheduler.suspects import Group
 
 MAX_PASSED = 64  # requests set aside, or taken back, per call
 
@@ -23,12 +24,17 @@ Lane = tuple[str, Hashable]
 
 
 class Admission:
-    """The waiting requests."""
+    """The waiting requests.
+
+    Attributes:
+      held: groups of requests that may not start, because of suspects.py.
+    """
 
     def __init__(self, config: SchedulerConfig, pages: RequestPages) -> None:
         self.config = config
         self.num_tokens = 0  # prompt tokens that wait to be admitted for the first time
         self.num_preempted = 0
+        self.held: list[Group] = []
         self.running_of = Counter[str]()  # running requests by class
         self.waiting_of = Counter[str]()  # waiting ones by class
         self.long: set[Request] = set()  # long prompts in prefill
@@ -172,6 +178,9 @@ class Admission:
     # ---- lanes ------------------------------------------------------------------------------
 
     def _lane_that_blocks(self, request: Request) -> Lane | None:
+        for group in self.held:
+            if request in group:
+                return ("held", group)
         kind = self._classes.get(request.request_class)
         if kind is not None and self._room(("class", kind.name)) <= 0:
             return ("class", kind.name)
@@ -188,6 +197,8 @@ class Admission:
         if kind == "class":
             cap = self._classes[str(name)].max_num_seqs or self.config.max_num_seqs
             return cap - self.running_of[str(name)]
+        if kind == "held":
+            return 0 if name in self.held else MAX_PASSED
         if kind == "long":
             return self.config.max_long_prompts - len(self.long)
         assert isinstance(name, Work), "what is waited for"

@@ -13,6 +13,7 @@ from scheduler.plan import StepPlan
 from scheduler.request import Request
 from scheduler.slots import Slots
 from scheduler.step_shape import StepShape
+from scheduler.step_time import StepTime
 
 
 class Composer:
@@ -146,3 +147,20 @@ class Composer:
         of_prompt = count if is_new else 0  # what a preemption cost is not the tenant's to pay
         self._waiting.queue.on_served(request, of_prompt, int(samples))
         return samples
+
+    def saves_time(self, request: Request, num_tokens: int, step_time: StepTime) -> bool:
+        """See `Scheduler.saves_time`; the request decodes."""
+        slots, num_rows = self._slots, len(self._slots.decoding())
+        length, context = int(slots.num_tokens[request.slot]), int(slots.num_computed.sum())
+        prefilling = [other.slot for other in self.prefilling]
+        waiting = int((slots.num_tokens[prefilling] - slots.num_computed[prefilling]).sum())
+        waiting = min(waiting, self._config.max_num_batched_tokens - num_rows)
+        others, num_chunks = num_rows - 1, len(prefilling)
+        without = StepShape(others + num_chunks, others, waiting, context - length, 0)
+        with_it = StepShape(
+            num_rows + num_chunks, others, waiting + num_tokens, context, num_tokens * length
+        )
+        decode = StepShape(num_rows, num_rows, 0, context, 0)
+        times = [step_time.predict(s) if s.num_rows else 0.0 for s in (with_it, without)]
+        share = step_time.predict(decode) / num_rows
+        return times[0] - times[1] < num_tokens * share

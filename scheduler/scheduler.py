@@ -19,7 +19,6 @@ from scheduler.plan import NewToken, StepPlan
 from scheduler.preemption import Preemption
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.slots import Slots
-from scheduler.step_shape import StepShape
 from scheduler.step_time import FittedStepTime, StepTime
 from scheduler.victims import Victims
 
@@ -112,6 +111,25 @@ class Scheduler:
             self.finish(request, FinishReason.DEADLINE)
             expired.append(request)
         return expired
+
+    def restart(self) -> list[Request]:
+        """Puts all that runs back into the queue, because the device has lost what it held: pages,
+        cached prefixes, tokens in flight. Returns the requests of the steps in flight."""
+        lost = list(dict.fromkeys(r for plan in self._in_flight for r in plan.requests))
+        self._in_flight.clear()
+        for request in list(self.running):
+            self._leave_device(request)
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.push(request)
+        for request in self.waiting:
+            request.num_output_tokens, request.num_inflight_tokens = (
+                len(request.output_token_ids),
+                0,
+            )
+            self.preemption.drop(request)
+        self.preemption.take_copies()  # none is to be made
+        assert self.cache.reset(), "a cached page is in use though nobody runs"
+        return lost
 
     @property
     def has_unfinished(self) -> bool:
@@ -231,20 +249,7 @@ class Scheduler:
         chunk makes a step of all rows longer."""
         if request.status != RequestStatus.RUNNING or not self.slots.is_decoding[request.slot]:
             return False
-        slots, num_rows = self.slots, len(self.slots.decoding())
-        length, context = int(slots.num_tokens[request.slot]), self.num_live_tokens
-        prefilling = [other.slot for other in self.composer.prefilling]
-        waiting = int((slots.num_tokens[prefilling] - slots.num_computed[prefilling]).sum())
-        waiting = min(waiting, self.config.max_num_batched_tokens - num_rows)
-        others, num_chunks = num_rows - 1, len(prefilling)
-        without = StepShape(others + num_chunks, others, waiting, context - length, 0)
-        with_it = StepShape(
-            num_rows + num_chunks, others, waiting + num_tokens, context, num_tokens * length
-        )
-        decode = StepShape(num_rows, num_rows, 0, context, 0)
-        times = [self.step_time.predict(s) if s.num_rows else 0.0 for s in (with_it, without)]
-        share = self.step_time.predict(decode) / num_rows
-        return times[0] - times[1] < num_tokens * share
+        return self.composer.saves_time(request, num_tokens, self.step_time)
 
     def _update_counts(self, plan: StepPlan) -> None:
         if self.waiting.num_preempted:

@@ -37,12 +37,16 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pages = np.full((config.num_pages, config.page_size), -9, np.int32)
-        self.host_pages = np.full((config.num_host_pages, config.page_size), -9, np.int32)
-        self.last_tokens = np.zeros(config.max_num_seqs + 1, np.int32)
+        self.forget()
         self.num_steps = 0
         self.num_tokens = 0
         self.inputs: deque[PackedBatch] = deque(maxlen=64)
+
+    def forget(self) -> None:
+        config = self.config
+        self.pages = np.full((config.num_pages, config.page_size), -9, np.int32)
+        self.host_pages = np.full((config.num_host_pages, config.page_size), -9, np.int32)
+        self.last_tokens = np.zeros(config.max_num_seqs + 1, np.int32)
 
     def run(self, packed: PackedBatch) -> np.ndarray:
         fields = batch_fields(packed.bucket, self.config.max_pages_per_seq)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,48 +17,21 @@ from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.kv_events import MAX_BATCHES, KvEventBatch, KvEventFeed, KvSubscription
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.streams import RequestStream
+from jserve.engine.watchdog import Watchdog
 from jserve.errors import EngineDead, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate
 from scheduler.request import FinishReason
 
 log = logging.getLogger(__name__)
 
-STUCK_AFTER_S = 60.0  # a turn that takes longer means that the device does not answer
 INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams keep flowing
 GRAMMAR_THREADS = 2
 MAX_WAITING_GRAMMARS = 64
 _DRAIN_POLL_S = 0.02
+_LAST_STEP_S = 4.0  # what the thread may take to end once it is told to
 
 T = TypeVar("T")
-
-
-class RequestStream:
-    """Updates of one request, in order; the last one says so (`is_last`)."""
-
-    def __init__(self, engine: AsyncEngine, prepared: PreparedRequest) -> None:
-        self.request_id = prepared.request.request_id
-        self.num_prompt_tokens = prepared.request.num_prompt_tokens
-        self.num_choices = len(prepared.choices)
-        self._engine = engine
-        self._updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
-
-    def __aiter__(self) -> AsyncIterator[RequestUpdate]:
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[RequestUpdate]:
-        while True:
-            update = await self._updates.get()
-            yield update
-            if update.is_last:
-                return
-
-    def abort(self) -> None:
-        """Ends the request, now; harmless after its end. Whoever still reads is told."""
-        self._engine.abort(self)
-        self.put(RequestUpdate(request_id=self.request_id, finish_reason="abort"))
-
-    def put(self, update: RequestUpdate) -> None:
-        self._updates.put_nowait(update)
 
 
 class _New(NamedTuple):
@@ -67,10 +40,20 @@ class _New(NamedTuple):
 
 
 class AsyncEngine:
-    """Runs an engine in a thread and gives each request a stream. For one event loop."""
+    """Runs an engine in a thread and gives each request a stream. For one event loop.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+      step_timeout_s: a step that takes longer is stuck: new requests are refused meanwhile, and
+        those that wait for it end with an error after twice that time; 0: no limit.
+      max_unread_updates: a reader that leaves more unread loses its request.
+    """
+
+    def __init__(
+        self, engine: Engine, *, step_timeout_s: float = 60.0, max_unread_updates: int = 4096
+    ) -> None:
         self._engine = engine
+        self._max_unread = max_unread_updates
+        self._watchdog = Watchdog(step_timeout_s, engine.describe_step, engine.metrics)
         self._streams: dict[str, RequestStream] = {}  # live requests; the loop's thread only
         # New requests, ids to abort, and what else the engine's thread has to do.
         self._inbox: deque[_New | str | Callable[[], None]] = deque()
@@ -86,7 +69,6 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
         self._stopping = False
-        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
         self._thread.start()
 
@@ -102,9 +84,7 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         """False while draining, after the end, and while a turn takes suspiciously long."""
-        since = self._busy_since
-        is_stuck = since is not None and time.monotonic() - since > STUCK_AFTER_S
-        return not self._closed_because and not is_stuck
+        return not self._closed_because and not self._watchdog.stuck_s
 
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
@@ -125,7 +105,7 @@ class AsyncEngine:
             num_live = sum(stream.num_choices for stream in self._streams.values())
             self._engine.check_room(prepared, self._streams, num_live, self._inbox_tokens)
             self._inbox_tokens += prepared.num_queued_tokens
-            stream = self._streams[request.request_id] = RequestStream(self, prepared)
+            stream = self._streams[request.request_id] = RequestStream(prepared, self.abort)
             self._send(_New(prepared, stream))
         return stream
 
@@ -204,19 +184,30 @@ class AsyncEngine:
         self._closed_because = self._closed_because or "the server is shutting down"
         give_up = time.monotonic() + timeout_s
         while self._streams and self._thread.is_alive() and time.monotonic() < give_up:
+            if self._watchdog.stuck_s:
+                break
             await asyncio.sleep(_DRAIN_POLL_S)
         self._fail_all(EngineDead("the server shut down before the request ended"))
         self._stopping = True
         self._wake.set()
         self._grammars.shutdown(wait=False, cancel_futures=True)
+        give_up = time.monotonic() + _LAST_STEP_S
         while self._thread.is_alive():  # polled: a join in a thread could not be given up
+            if time.monotonic() > give_up:
+                log.error("the device does not answer; its thread is left behind")
+                return
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def _check_open(self) -> None:
         if self._closed_because:
             raise EngineDead(f"{self._closed_because}; send the request to another server")
+        if stuck_s := self._watchdog.stuck_s:
+            raise EngineDead(
+                f"a step has run for {stuck_s:.1f} s; send the request to another server"
+            )
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
+            self._watch()
 
     def _send(self, item: _New | str | Callable[[], None]) -> None:
         self._inbox.append(item)
@@ -230,14 +221,14 @@ class AsyncEngine:
                 self._take_inbox()
                 idle_s: float | None = None
                 if self._engine.has_work:
-                    self._busy_since = time.monotonic()
+                    self._watchdog.busy_since = time.monotonic()
                     updates = self._engine.step()
                     if updates:
                         self._post(updates)
                     idle_s = self._engine.idle_s()
                 self._feed.publish()
                 if idle_s != 0:
-                    self._busy_since = None
+                    self._watchdog.busy_since = None
                     self._wake.wait(idle_s)
             self._engine.close()
         except BaseException as error:  # nobody else would end the streams
@@ -282,11 +273,31 @@ class AsyncEngine:
             if update.is_last:
                 del self._streams[update.request_id]
             stream.put(update)
+            if stream.num_unread > self._max_unread and not update.is_last:
+                self._give_up_on_reader(stream)
+
+    def _give_up_on_reader(self, stream: RequestStream) -> None:
+        self.abort(stream)
+        self.metrics.on_slow_reader()
+        stream.end(
+            Overloaded(
+                f"the reader has left {stream.num_unread} updates unread, more than "
+                f"max_unread_updates={self._max_unread}; read faster or ask for fewer tokens"
+            )
+        )
+
+    def _watch(self) -> None:
+        """Looks after the engine's thread from now on."""
+        if self._watchdog.look():
+            stuck_s = self._watchdog.stuck_s
+            self._fail_all(EngineDead(f"a step has run for {stuck_s:.1f} s without an end"))
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_later(self._watchdog.interval_s, self._watch)
 
     def _fail_all(self, error: Exception) -> None:
-        for request_id, stream in list(self._streams.items()):
+        for stream in list(self._streams.values()):
             self.abort(stream)
-            stream.put(RequestUpdate(request_id=request_id, finish_reason="error", error=error))
+            stream.end(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)

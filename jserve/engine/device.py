@@ -4,13 +4,16 @@ request's life."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from jserve.errors import JserveError
 from jserve.messages import TokenLogprobs
 from scheduler.packer import PackedBatch
+
+T = TypeVar("T")
 
 
 class Logprobs(Protocol):
@@ -50,11 +53,29 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """Neither waits. Each step's tokens are chosen before the next step is dispatched."""
+    """Neither of the first two waits. Each step's tokens are chosen before the next step is
+    dispatched."""
 
     def dispatch(self, batch: PackedBatch) -> Any: ...  # a StepHandle
 
     def choose(self, handle: Any, allowed: np.ndarray | None = None) -> None: ...  # u32[S, W]
+
+    def reset(self) -> None: ...  # after a step that failed: all pages and slots are lost
+
+
+class StepFailed(Exception):
+    """The device did not compute a step, for the reason that is the cause of this."""
+
+
+def ask(device: Callable[..., T], *args: Any) -> T:
+    """Returns device(*args). Raises StepFailed for what is the device's fault; a broken invariant
+    is nobody's to mend."""
+    try:
+        return device(*args)
+    except (AssertionError, JserveError):
+        raise
+    except Exception as error:
+        raise StepFailed(f"{type(error).__name__}: {error!s:.200}") from error
 
 
 def token_logprobs(token_id: int, row: int, found: Logprobs, num_top: int) -> TokenLogprobs:

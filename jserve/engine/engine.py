@@ -5,6 +5,7 @@ Knows requests, plans and text; devices only as a runner that takes batches. No 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from jserve.engine.constraint import ALL, num_mask_words
-from jserve.engine.device import Runner, StepHandle
+from jserve.engine.device import Runner, StepFailed, StepHandle, ask
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.output_processor import OutputProcessor
 from jserve.engine.request_log import RequestLog
+from jserve.engine.retry_advice import RetryAdvice
 from jserve.engine.step_log import StepLog
 from jserve.engine.step_recorder import StepInFlight, StepRecorder
 from jserve.errors import (
@@ -33,10 +35,15 @@ from scheduler.packer import PackedBatch, Packer, Wants
 from scheduler.plan import StepPlan
 from scheduler.request import BAD_TOKEN, FinishReason, Request
 from scheduler.scheduler import Scheduler
+from scheduler.suspects import Suspects
+
+log = logging.getLogger(__name__)
 
 # How long an engine that can do nothing is left alone, whatever it expects: short, as clocks jump.
 MIN_IDLE_S, MAX_IDLE_S = 0.001, 1.0
+MOST_CULPRITS = 3  # in a row, with no step between them that went well: it is not their fault
 _BAD_LOGITS = "the model's logits are not numbers (NaN or infinity); the request cannot go on"
+_CULPRIT = "the device failed twice while it computed this request; the server's log has the cause"
 
 
 class Engine:
@@ -66,12 +73,15 @@ class Engine:
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps left running when a turn ends
         self._clock = clock
+        self._retry_advice = RetryAdvice()
         self._output = OutputProcessor(
-            scheduler, metrics, clock, request_log, jump_forward=jump_forward
+            *(scheduler, metrics, clock, request_log, self._retry_advice), jump_forward=jump_forward
         )
         self._in_flight: deque[StepInFlight] = deque()
         self._unchosen: StepInFlight | None = None  # the newest one, while its masks are missing
         self._did_nothing = False
+        self._suspects = Suspects(scheduler.waiting.held)
+        self._newest_plan: StepPlan | None = None  # for whoever asks what a stuck step computes
         self._step_log, self._request_log = step_log, request_log
         self._recorder = StepRecorder(scheduler, metrics, step_log, overlap=overlap)
         if step_log:
@@ -128,7 +138,7 @@ class Engine:
         if full:
             limit, why = full
             self.metrics.on_refusal(limit)
-            raise Overloaded(f"{why}; try again later")
+            raise Overloaded(f"{why}; try again later", self._retry_advice.after_s(self._clock()))
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
         self._output.add(prepared)
@@ -175,18 +185,50 @@ class Engine:
         self._recorder.show_state()
         return done
 
+    def describe_step(self) -> str:
+        """Says what the step that was planned last computes. Any thread may ask."""
+        plan = self._newest_plan
+        return "none has begun" if plan is None else str(plan.shape)
+
     # ---- one turn ---------------------------------------------------------------------------
 
     def step(self) -> list[RequestUpdate]:
-        """Dispatches the next step, if there is any, and collects the oldest one that is due."""
+        """Dispatches the next step, if there is any, and collects the oldest one that is due.
+
+        Where the device fails, what ran starts again and the one request that makes it fail ends.
+        Raises EngineDead when it fails with whatever it is given, or what its reset raises.
+        """
         updates = self._expire()
+        try:
+            self._turn(updates)
+        except StepFailed as error:
+            self._recover(error, updates)
+        return updates
+
+    def _turn(self, updates: list[RequestUpdate]) -> None:
+        if self._suspects.is_alert:
+            self._suspects.go_on()
         dispatched = self._dispatch()
         self._did_nothing = not (dispatched or self._in_flight or updates)
         if len(self._in_flight) == 1:  # nothing is ahead of it whose tokens its masks could need
             updates += self._choose()
         if self._in_flight and (len(self._in_flight) > self._depth or not dispatched):
-            updates += self._collect(self._in_flight.popleft())
-        return updates + self._choose()
+            self._collect(self._in_flight.popleft(), updates)
+        updates += self._choose()
+
+    def _recover(self, error: StepFailed, updates: list[RequestUpdate]) -> None:
+        log.error("a step failed; all that ran starts again", exc_info=error)
+        self.metrics.on_step_failure()
+        self._in_flight.clear()
+        self._unchosen = None
+        culprit = self._suspects.on_failure(self.scheduler.restart())
+        if culprit is not None:
+            log.error("the device fails on request %s, which is ended", culprit.request_id)
+            updates += self._output.fail(self._output.live_of[culprit], RequestFailed(_CULPRIT))
+        if self._suspects.num_culprits >= MOST_CULPRITS:
+            raise EngineDead(f"the device fails with every request: {error}") from error
+        self._runner.reset()
+        self._recorder.show_state()
 
     def _dispatch(self) -> bool:
         begun = time.perf_counter()
@@ -194,12 +236,13 @@ class Engine:
         num_preemptions = self._recorder.on_planned(plan)
         if not plan.requests:
             return False
+        self._newest_plan = plan
         planned = time.perf_counter()
         batch = self._packer.pack(plan)
         packed = time.perf_counter()
-        handle = self._runner.dispatch(batch)
+        handle = ask(self._runner.dispatch, batch)
         if not batch.wants & Wants.MASK:
-            self._runner.choose(handle)
+            ask(self._runner.choose, handle)
         times = (begun, planned, packed, time.perf_counter())
         step = StepInFlight(plan, batch, handle, num_preemptions, *times)
         self._in_flight.append(step)
@@ -227,29 +270,35 @@ class Engine:
             if problem:
                 masks[row] = ALL
                 updates += self._output.fail(live, RequestFailed(problem))
-        self._runner.choose(step.handle, masks)
+        ask(self._runner.choose, step.handle, masks)
         return updates
 
-    def _collect(self, step: StepInFlight) -> list[RequestUpdate]:
+    def _collect(self, step: StepInFlight, updates: list[RequestUpdate]) -> None:
         asked = time.perf_counter()
-        output = step.handle.result()
+        output = ask(step.handle.result)
         arrived = time.perf_counter()
         for piece, found in zip(step.batch.prompt_pieces, output.prompt_logprobs, strict=True):
             live = self._output.live_of.get(step.plan.requests[piece.row])
             if live is not None:
                 live.add_prompt_logprobs(int(step.plan.starts[piece.row]), piece, found)
-        updates = [] if output.row_sums is None else self._pool(step.plan, output.row_sums)
-        for request, token_id, row in self.scheduler.update(step.plan, output.token_ids.tolist()):
+        if output.row_sums is not None:
+            updates += self._pool(step.plan, output.row_sums)
+        new_tokens = self.scheduler.update(step.plan, output.token_ids.tolist())
+        for request, token_id, row in new_tokens:
             live = self._output.live_of.get(request)
             if live is None:  # another choice of its request has failed just now
                 continue
             if token_id == BAD_TOKEN:
                 updates += self._output.fail(live, RequestFailed(_BAD_LOGITS), is_poisoned=True)
-            else:
+                continue
+            try:
                 updates += self._output.on_token(live, token_id, row, output)
+            except Exception as error:  # in its text or its grammar: no other request's affair
+                updates += self._output.on_fault(live, error)
+        if self._suspects.is_alert:
+            self._suspects.on_tokens([token.request for token in new_tokens])
         is_last = not self.has_work
         self._recorder.on_collected(step, asked, arrived, last=is_last)
-        return updates
 
     def _pool(self, plan: StepPlan, row_sums: np.ndarray) -> list[RequestUpdate]:
         """Hands on what a step's chunks add to embeddings."""
@@ -282,6 +331,9 @@ class _Closed:
         raise EngineDead("the engine is closed")
 
     def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
+        raise EngineDead("the engine is closed")
+
+    def reset(self) -> None:
         raise EngineDead("the engine is closed")
 
 

@@ -54,6 +54,7 @@ class EngineMetrics:
         self._define_cache_metrics()
         self._define_step_metrics()
         self._define_prediction_metrics()
+        self._define_fault_metrics()
 
     def _define_request_metrics(self) -> None:
         self._ttft = self._latency("time_to_first_token", "From arrival to the first output token.")
@@ -155,6 +156,15 @@ class EngineMetrics:
             "budget_reason", "1 for what sets prefill_budget_tokens and running_cap.", ["reason"]
         )
         self._reasons = {reason: reasons.labels(reason) for reason in REASONS}
+
+    def _define_fault_metrics(self) -> None:
+        self._step_failures = self._counter(
+            "step_failures", "Steps that the device did not compute; what ran started again."
+        )
+        self._stuck_steps = self._counter("stuck_steps", "Steps that took longer than the limit.")
+        self._slow_readers = self._counter(
+            "slow_readers", "Requests ended because their reader left too much unread."
+        )
 
     def set_targets(self, targets: Mapping[str, tuple[float, float]]) -> None:
         """Takes each class's targets for the first token and for the gaps, in seconds; 0: none."""
@@ -267,6 +277,15 @@ class EngineMetrics:
         self._predicted.set(predicted_s)
         self._actual.set(actual_s)
         self._error.set(prediction_error)
+
+    def on_step_failure(self) -> None:
+        self._step_failures.inc()
+
+    def on_stuck_step(self) -> None:
+        self._stuck_steps.inc()
+
+    def on_slow_reader(self) -> None:
+        self._slow_readers.inc()
 
     def set_limits(self, prefill_tokens: int, max_running: int, reason: str) -> None:
         """Shows what steps may hold now, and why no more: one of scheduler.budget.REASONS."""

@@ -3,6 +3,8 @@ end of each. Knows requests and what clients hear of them: no steps' shapes, no 
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +17,13 @@ from jserve.engine.live import LiveRequest
 from jserve.engine.metrics import EngineMetrics
 from jserve.engine.pooling import PooledPrompt
 from jserve.engine.request_log import RequestLog
+from jserve.engine.retry_advice import RetryAdvice
 from jserve.errors import JserveError, RequestFailed
 from jserve.messages import RequestUpdate, TokenLogprobs, Usage
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 MIN_JUMP = 2  # forced tokens; the step in flight computes one anyway
 
@@ -36,6 +41,7 @@ class OutputProcessor:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         request_log: RequestLog | None,
+        retry_advice: RetryAdvice,
         *,
         jump_forward: str,
     ) -> None:
@@ -45,6 +51,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._clock = clock
         self._request_log = request_log
+        self._retry_advice = retry_advice
         self._jump_forward = jump_forward
 
     def add(self, prepared: PreparedRequest) -> None:
@@ -84,6 +91,14 @@ class OutputProcessor:
             **self._ending(live, now),
         )
         return choices.take(update)
+
+    def on_fault(self, live: LiveRequest, error: Exception) -> list[RequestUpdate]:
+        """Ends a request whose output cannot be dealt with. The log has where that happened, but
+        not the error's own words, which may quote the output."""
+        name, request_id = type(error).__name__, live.choices.request_id
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        log.error("the output of %s cannot be dealt with: %s\n%s", request_id, name, trace)
+        return self.fail(live, RequestFailed(f"the request's output cannot be dealt with ({name})"))
 
     def on_token(
         self, live: LiveRequest, token_id: int, row: int, output: StepOutput
@@ -228,6 +243,7 @@ class OutputProcessor:
             del self.live[live.choices.request_id]
         timings = live.timings(now)
         self._metrics.on_finish(name, timings, request.num_prompt_tokens, live.num_tokens)
+        self._retry_advice.on_end(now)
         if live.first_token_time is None and reason == FinishReason.DEADLINE:
             self._metrics.on_no_first_token(request.request_class)
         if self._request_log:

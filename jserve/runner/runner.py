@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jserve.runner.compile import Programs
@@ -147,6 +148,18 @@ class Runner:
         )
         self.state = self.state._replace(sampler=sampler)
         handle.keep(sampled.token_ids, sampled.of_tokens if batch.wants & Wants.LOGPROBS else None)
+
+    def reset(self) -> None:
+        """Begins anew with empty pages and slots, after a step that failed: what it was given to
+        write to is lost. Raises what the device raises."""
+        self._waiting = None
+        if self._swap is not None:
+            self._swap.reset()
+        arrays, form = jax.tree.flatten(self.state)
+        made_of = [(array.shape, array.dtype, array.sharding) for array in arrays]
+        del self.state, arrays  # before the new ones take as much memory
+        zeros = [jnp.zeros(shape, dtype, device=where) for shape, dtype, where in made_of]
+        self.state = jax.block_until_ready(jax.tree.unflatten(form, zeros))
 
     def _score(self, hidden: Hidden, piece: PromptPiece) -> list[Logprobs]:
         parts = []

@@ -112,6 +112,11 @@ class SwapSpace:
         )
         return kv_pool
 
+    def reset(self) -> None:
+        """Forgets all pages, those on their way included."""
+        self._pages = [None] * len(self._pages)
+        self._on_their_way.clear()
+
     def _calls(
         self, device_ids: np.ndarray, host_ids: np.ndarray
     ) -> Iterator[tuple[list[int], list[int]]]:

@@ -96,6 +96,9 @@ class _Turn:
     def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
         self._built._runner.choose(handle, allowed)
 
+    def reset(self) -> None:
+        self._built._runner.reset()
+
 
 def arranged(
     kind: str = "random",

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from jserve.llm import LLM
+from jserve.runner.compile import on_each_compilation
 from jserve.sampling_params import SamplingParams
 from jserve.structured import GrammarKind, StructuredOutput
-from tests.e2e.real_engine import arranged, assert_balanced, generate, prompt_of
+from tests.e2e.real_engine import arranged, assert_balanced, generate, prompt_of, value
 
 LENGTH = 24
 SCHEMA = {
@@ -133,4 +134,62 @@ def test_every_row_equals_its_solo_run_though_pages_run_out(overlap, num_pages, 
         outputs = llm.generate([c.prompt for c in cases], [c.params for c in cases])
         check(outputs, cases, solo)
     assert engine.scheduler.num_preemptions
+    assert_balanced(engine)
+
+
+PLACES = (
+    "before the step",
+    "before its tokens are chosen",
+    "after its tokens are chosen",
+    "where its results are read",
+)
+
+
+class FailingRunner:
+    """A real runner whose device fails every `STEPS`th time at one of the places where it can."""
+
+    STEPS = 25  # more than a trial of all requests takes
+
+    def __init__(self, runner: Any, where: str) -> None:
+        self._runner, self._where = runner, where
+        self._num_times = 0
+
+    def _maybe_fail(self, where: str) -> None:
+        self._num_times += where == self._where
+        if where == self._where and self._num_times % self.STEPS == 0:
+            raise RuntimeError(f"the device fails {where}")
+
+    def dispatch(self, batch: Any) -> Any:
+        self._maybe_fail(PLACES[0])
+        handle = self._runner.dispatch(batch)
+        self._maybe_fail(PLACES[1])
+        result = handle.result
+
+        def failing_result() -> Any:
+            self._maybe_fail(PLACES[3])
+            return result()
+
+        handle.result = failing_result
+        return handle
+
+    def choose(self, handle: Any, allowed: Any = None) -> None:
+        self._runner.choose(handle, allowed)
+        self._maybe_fail(PLACES[2])
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("where", PLACES)
+def test_every_row_equals_its_solo_run_though_the_device_fails(overlap, where, solo):
+    engine = arranged("sixteen", overlap=overlap)
+    engine._runner = FailingRunner(engine._runner, where)
+    llm, compilations = LLM.from_engine(engine), list[int]()
+    on_each_compilation(lambda: compilations.append(1))
+    for _ in range(2):
+        outputs = llm.generate([c.prompt for c in CASES], [c.params for c in CASES])
+        check(outputs, CASES, solo)
+    assert value(engine, "step_failures_total") >= 2
+    assert not compilations
     assert_balanced(engine)

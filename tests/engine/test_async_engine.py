@@ -43,11 +43,11 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def running(t: Tiny):
+async def running(t: Tiny, **limits):
     """The engine of `t` in its thread, at a closed gate."""
     gate = Gate()
     t.device.on_collect = gate.pass_through
-    front = AsyncEngine(t.engine)
+    front = AsyncEngine(t.engine, **limits)
     try:
         yield front, gate
     finally:
@@ -264,21 +264,6 @@ async def test_a_deadline_ends_the_stream_with_its_error():
         gate.open()
         assert (await read(stream))[-1].finish_reason == "deadline"
     t.assert_idle()
-
-
-async def test_a_turn_that_takes_too_long_is_not_ready_until_it_ends(monkeypatch):
-    monkeypatch.setattr("jserve.engine.async_engine.STUCK_AFTER_S", 0.0)
-    t = tiny()
-    async with running(t) as (front, gate):
-        assert front.is_ready
-        stream = await front.submit(asking("a", [1, 2], 3))
-        await at_gate(gate)
-        assert not front.is_ready
-        gate.open()
-        await read(stream)
-        async with asyncio.timeout(TIMEOUT_S):
-            while not front.is_ready:  # the thread has yet to see that it is idle
-                await asyncio.sleep(0.001)
 
 
 async def test_prompt_tokens_are_counted_once_on_their_way_to_the_queue_and_in_it():

@@ -70,23 +70,33 @@ class Handle:
 
 
 class FakeDevice(FakeRunner):
-    """The fake runner with the engine's interface. `fail_at` is the step that raises."""
+    """The fake runner with the engine's interface. From step `fail_at` on it is lost for good;
+    `on_dispatch` and `on_collect` may raise too."""
 
     def __init__(self, config: SchedulerConfig, fail_at: int | None) -> None:
         super().__init__(config)
         self.fail_at = fail_at
         self.events: list[tuple[str, int]] = []
+        self.on_dispatch: Callable[[], None] = lambda: None
         self.on_collect: Callable[[], None] = lambda: None
+        self.num_resets = 0
 
     def dispatch(self, batch: PackedBatch) -> Handle:
         number = self.num_steps
         if number == self.fail_at:
             raise RuntimeError("the device is lost")
+        self.on_dispatch()
         self.events.append(("dispatch", number))
         return Handle(self, number, self.run(batch))
 
     def choose(self, handle: Handle, allowed: np.ndarray | None = None) -> None:
         """The fake model chooses as it computes, and has no logits to mask."""
+
+    def reset(self) -> None:
+        if self.num_steps == self.fail_at:
+            raise RuntimeError("the device is lost")
+        self.num_resets += 1
+        self.forget()
 
 
 @dataclass

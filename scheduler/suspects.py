@@ -1,0 +1,63 @@
+"""Finds the request that a device cannot compute: those of a failed step are tried again, together,
+then in halves. Knows requests and groups of them: not why steps fail, not devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from scheduler.request import Request
+
+Group = tuple[Request, ...]
+
+
+class Suspects:
+    """Who is tried now and who waits for that; all others run as ever.
+
+    A request is cleared by a token that it gets. One whose steps fail though nobody else is tried
+    is the culprit.
+
+    Args:
+      held: takes up the groups that may not start before their trial; see `Admission.held`.
+
+    Attributes:
+      num_culprits: those found since a step last gave tokens.
+    """
+
+    def __init__(self, held: list[Group]) -> None:
+        self.num_culprits = 0
+        self._held = held
+        self._on_trial: set[Request] = set()
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether steps matter here at all."""
+        return bool(self._on_trial or self._held or self.num_culprits)
+
+    def on_failure(self, requests: Iterable[Request]) -> Request | None:
+        """Hears who was in the steps that failed; returns the culprit, if it is known now."""
+        there = [request for request in requests if not request.is_finished]
+        accused = [request for request in there if request in self._on_trial]
+        if not accused:
+            self._on_trial.update(there)
+            return None
+        first, second = accused[: -(-len(accused) // 2)], accused[-(-len(accused) // 2) :]
+        absent = self._on_trial.difference(accused)
+        self._held[:0] = [tuple(group) for group in (second, absent) if group]
+        self._on_trial = set(first)
+        if second:
+            return None
+        self._on_trial.clear()
+        self.num_culprits += 1
+        return first[0]
+
+    def on_tokens(self, requests: Collection[Request]) -> None:
+        """Hears who got a token."""
+        if requests:
+            self.num_culprits = 0
+        self._on_trial.difference_update(requests)
+
+    def go_on(self) -> None:
+        """Begins the next trial when nobody is left of the one before."""
+        self._on_trial = {request for request in self._on_trial if not request.is_finished}
+        while self._held and not self._on_trial:
+            self._on_trial = {r for r in self._held.pop(0) if not r.is_finished}

@@ -1,0 +1,263 @@
+"""What one fault costs: the request that it is in, or, where the device fails, a few steps."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from jserve.engine.engine import MOST_CULPRITS
+from jserve.errors import EngineDead, RequestFailed
+from jserve.structured import GrammarKind, StructuredOutput
+from tests.engine.tiny import Tiny, answer, asking, joined, run, tiny
+
+BOTH = pytest.mark.parametrize("overlap", [True, False])
+JSON = StructuredOutput(GrammarKind.JSON_OBJECT)
+SECRET = "the prompt's own words"
+
+
+def requests(count: int = 6):
+    return [asking(f"r{i}", [(7 * i + j) % 90 for j in range(3 * i + 1)], 9) for i in range(count)]
+
+
+def fail_once(t: Tiny, where: str, at: int) -> None:
+    """Lets the device fail at its event number `at` of a kind."""
+    events = []
+
+    def on_event() -> None:
+        events.append(1)
+        if len(events) == at:
+            raise RuntimeError("a cosmic ray")
+
+    setattr(t.device, where, on_event)
+
+
+def fail_with(t: Tiny, *names: str, after: int = 0) -> None:
+    """Lets all steps fail that hold one of these requests, once it has so many tokens."""
+
+    def on_dispatch() -> None:
+        for request in t.engine._newest_plan.requests:
+            if request.request_id in names and len(request.output_token_ids) >= after:
+                raise RuntimeError(f"the device cannot do {request.request_id}")
+
+    t.device.on_dispatch = on_dispatch
+
+
+def outputs_of(t: Tiny, asked) -> dict:
+    for request in asked:
+        t.engine.add(request)
+    outputs = joined(run(t.engine))
+    t.assert_idle()
+    return outputs
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["on_dispatch", "on_collect"])
+@pytest.mark.parametrize("at", [1, 2, 5, 9])
+def test_a_step_that_fails_once_changes_no_answer(overlap, where, at):
+    t = tiny(overlap=overlap)
+    fail_once(t, where, at)
+    outputs = outputs_of(t, requests())
+    for request in requests():
+        assert outputs[request.request_id].token_ids == answer(request)
+        assert outputs[request.request_id].last.finish_reason == "length"
+    assert t.device.num_resets == t.value("step_failures_total") == 1
+
+
+def test_a_lost_page_is_found_in_no_cache():
+    t = tiny()
+    shared = list(range(20))
+    outputs_of(t, [asking("before", shared, 4)])
+    fail_once(t, "on_collect", 2)
+    outputs_of(t, [asking("fails", [50], 4)])
+    after = asking("after", shared, 4)
+    output = outputs_of(t, [after])["after"]
+    assert output.token_ids == answer(after)
+    assert output.last.usage.cached_tokens == 0
+
+
+def test_what_was_swapped_out_when_the_device_failed_is_computed_anew():
+    t = tiny(num_pages=1 + 10, num_host_pages=16, max_num_seqs=4)
+    t.engine.scheduler.preemption.swap_page_s = 1e-9
+    asked = [asking(f"r{i}", [i + 1] * 8, 20) for i in range(4)]
+    for request in asked:
+        t.engine.add(request)
+    updates = []
+    while not t.engine.scheduler.preemption.num_host_pages_used:
+        updates += t.engine.step()
+    fail_once(t, "on_dispatch", 1)
+    outputs = joined(updates + run(t.engine))
+    for request in asked:
+        assert outputs[request.request_id].token_ids == answer(request)
+    assert t.value("step_failures_total") == 1
+    t.assert_idle()
+
+
+@BOTH
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize("culprits", [("r0",), ("r3",), ("r1", "r4")])
+def test_a_request_that_the_device_cannot_compute_is_found_and_ended_alone(
+    overlap, after, culprits
+):
+    t = tiny(overlap=overlap, max_num_seqs=8)
+    fail_with(t, *culprits, after=after)
+    outputs = outputs_of(t, requests())
+    for request in requests():
+        output = outputs[request.request_id]
+        if request.request_id in culprits:
+            assert isinstance(output.last.error, RequestFailed)
+            assert output.token_ids == answer(request)[: len(output.token_ids)]
+        else:
+            assert output.token_ids == answer(request)
+
+
+def test_requests_that_come_during_a_trial_do_not_wait_for_it():
+    t = tiny(max_num_seqs=8)
+    fail_with(t, "r0")
+    for request in requests():
+        t.engine.add(request)
+    updates = []
+    while not t.engine.scheduler.waiting.held:
+        updates += t.engine.step()
+    held = [r.request_id for group in t.engine.scheduler.waiting.held for r in group]
+    t.engine.add(asking("new", [42], 1))
+    updates += run(t.engine)
+    order = [u.request_id for u in updates if u.token_ids]
+    assert order.index("new") < max(order.index(name) for name in held)
+
+
+def test_suspects_that_leave_during_their_trial_hold_up_nobody():
+    t = tiny(max_num_seqs=8)
+    fail_with(t, "r0", "r1")
+    for request in requests():
+        t.engine.add(request)
+    while not t.engine.scheduler.waiting.held:
+        t.engine.step()
+    for name in ("r0", "r1", "r2"):
+        t.engine.abort(name)
+    outputs = joined(run(t.engine))
+    for request in requests()[3:]:
+        assert outputs[request.request_id].token_ids == answer(request)
+    t.assert_idle()
+
+
+def test_a_device_that_fails_with_everything_ends_the_engine():
+    t = tiny(max_num_seqs=8)
+    names = [request.request_id for request in requests()]
+    fail_with(t, *names)
+    for request in requests():
+        t.engine.add(request)
+    with pytest.raises(EngineDead, match=r"every request.*cannot do"):
+        run(t.engine)
+    assert t.value("requests_finished_total", reason="error") == MOST_CULPRITS
+
+
+def test_a_device_that_cannot_start_anew_ends_the_engine():
+    t = tiny(fail_at=2)
+    t.engine.add(asking("a", [1], 5))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run(t.engine)
+
+
+def test_a_broken_invariant_is_not_taken_for_a_failed_step():
+    t = tiny()
+    t.device.on_dispatch = _violate
+    t.engine.add(asking("a", [1], 5))
+    with pytest.raises(AssertionError, match="page 0"):
+        t.engine.step()
+
+
+def _violate() -> None:
+    raise AssertionError("a token was written to page 0")
+
+
+# ---- faults of one request ------------------------------------------------------------------
+
+
+def break_text(t: Tiny, name: str, at: int) -> None:
+    """Lets the tokenizer fail at a token of one request's output."""
+    live = t.engine._output.live[name][0]
+    add, tokens = live.prepared.detokenizer.add, []
+
+    def failing(token_ids):
+        tokens.extend(token_ids)
+        if len(tokens) >= at:
+            raise ValueError(SECRET)
+        return add(token_ids)
+
+    live.prepared.detokenizer.add = failing
+
+
+@BOTH
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_a_tokenizer_that_fails_ends_the_one_request_and_its_words_are_not_logged(
+    overlap, at, caplog
+):
+    caplog.set_level(logging.DEBUG)
+    t = tiny(overlap=overlap)
+    for request in requests():
+        t.engine.add(request)
+    break_text(t, "r2", at)
+    outputs = joined(run(t.engine))
+    for request in requests():
+        output = outputs[request.request_id]
+        if request.request_id == "r2":
+            assert isinstance(output.last.error, RequestFailed)
+            assert SECRET not in str(output.last.error)
+            assert output.token_ids == answer(request)[: at - 1]
+        else:
+            assert output.token_ids == answer(request)
+    assert SECRET not in caplog.text
+    assert re.search(r"r2 cannot be dealt with: ValueError\n(.*\n)*.*in failing", caplog.text)
+    assert t.value("requests_finished_total", reason="error") == 1
+    t.assert_idle()
+
+
+class BrokenMatcher:
+    """A grammar that takes anything, until it is asked for the attribute that fails."""
+
+    error = None
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+
+    def _check(self, name: str) -> None:
+        if name == self._fails_at:
+            raise RuntimeError(SECRET)
+
+    @property
+    def is_finished(self) -> bool:
+        self._check("is_finished")
+        return False
+
+    def fill(self, words) -> bool:
+        self._check("fill")
+        words.fill(0xFFFFFFFF)
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        self._check("accept")
+        return True
+
+    def forced_tokens(self) -> list[int]:
+        self._check("forced_tokens")
+        return []
+
+    def copy(self):
+        return self
+
+
+@BOTH
+@pytest.mark.parametrize("at", ["fill", "accept", "is_finished", "forced_tokens"])
+def test_a_grammar_that_fails_ends_the_one_request(overlap, at):
+    t = tiny(overlap=overlap, eos=(96,))
+    for request in requests(4):
+        t.engine.add(request)
+    t.engine.processor._new_matcher = lambda structured: BrokenMatcher(at)
+    t.engine.add(asking("broken", [1, 2, 3], 9, structured=JSON))
+    outputs = joined(run(t.engine))
+    assert isinstance(outputs["broken"].last.error, RequestFailed)
+    for request in requests(4):
+        assert outputs[request.request_id].token_ids == answer(request)
+    t.assert_idle()
