@@ -69,13 +69,13 @@ def parse_body(
     _drop_what_asks_for_nothing(fields)
     _rename_aliases(fields)
     chat = endpoint == Endpoint.CHAT
-    inputs = _take_chat(fields) if chat else _take_prompt(fields)
+    inputs = read_chat_input(fields) if chat else _take_prompt(fields)
     sampling = {name: fields.pop(name) for name in SAMPLING if name in fields}
     sampling["logit_bias"] = _take_logit_bias(fields)
     sampling["structured"] = take_structured(fields)
     sampling["logprobs"] = _take_logprobs(fields, chat)
     sampling["prompt_logprobs"] = fields.pop("prompt_logprobs", None)
-    echo = False if chat else _take_bool(fields, "echo", False)
+    echo = False if chat else take_bool(fields, "echo", False)
     if echo and sampling["logprobs"] is not None:
         if sampling["prompt_logprobs"] is not None:
             raise InvalidRequest(
@@ -87,12 +87,10 @@ def parse_body(
         sampling["max_tokens"] = 1
     if chat:
         sampling.setdefault("max_tokens", None)
-    parallel_tool_calls = not chat or _take_bool(fields, "parallel_tool_calls", True)
-    return_token_ids = _take_bool(fields, "return_token_ids", return_token_ids)
+    parallel_tool_calls = not chat or take_bool(fields, "parallel_tool_calls", True)
+    return_token_ids = take_bool(fields, "return_token_ids", return_token_ids)
     request = {name: _typed(name, fields.pop(name)) for name in REQUEST if name in fields}
-    if fields:
-        names = ", ".join(sorted(map(repr, fields)))
-        raise InvalidRequest(f"body has unknown or unsupported fields: {names}")
+    refuse_rest(fields)
     return OpenAICall(
         endpoint=endpoint,
         request=GenerateRequest(**inputs, **request, sampling=SamplingParams(**sampling)),
@@ -120,8 +118,9 @@ def _rename_aliases(fields: dict[str, Any]) -> None:
             raise InvalidRequest(f"{name} and {alias} differ; give one of them")
 
 
-def _take_chat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The conversation and what else goes into its template; the engine checks their insides."""
+def read_chat_input(fields: dict[str, Any]) -> dict[str, Any]:
+    """Removes from `fields` the conversation and what else goes into its template, and returns them
+    as fields of GenerateRequest; the engine checks their insides. Raises InvalidRequest."""
     chat: dict[str, Any] = {"messages": _take_messages(fields)}
     if tools := fields.pop("tools", None):  # an empty list asks for nothing
         if not isinstance(tools, list):
@@ -136,8 +135,8 @@ def _take_chat(fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(choice, (str, Mapping)):
             raise InvalidRequest(f"tool_choice is {_kind(choice)}, not a word or an object")
         chat["tool_choice"] = choice
-    goes_on = _take_bool(fields, "continue_final_message", False)
-    begins = _take_bool(fields, "add_generation_prompt", not goes_on)
+    goes_on = take_bool(fields, "continue_final_message", False)
+    begins = take_bool(fields, "add_generation_prompt", not goes_on)
     if goes_on and begins:
         raise InvalidRequest("add_generation_prompt contradicts continue_final_message")
     chat |= {"continue_final_message": goes_on, "add_generation_prompt": begins}
@@ -198,7 +197,15 @@ def _take_logit_bias(fields: dict[str, Any]) -> dict[int, Any]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _take_bool(fields: dict[str, Any], name: str, default: bool) -> bool:
+def refuse_rest(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for what nobody has taken out."""
+    if fields:
+        names = ", ".join(sorted(map(repr, fields)))
+        raise InvalidRequest(f"body has unknown or unsupported fields: {names:.400}")
+
+
+def take_bool(fields: dict[str, Any], name: str, default: bool) -> bool:
+    """Removes and returns a field. Raises InvalidRequest where it is no bool."""
     value = fields.pop(name, default)
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r} is not true or false")

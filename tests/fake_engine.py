@@ -51,6 +51,11 @@ class _Running:
 class FakeChat:
     """Calls as Hermes writes them."""
 
+    def encode(self, request: GenerateRequest) -> list[int]:
+        assert request.messages is not None
+        text = "".join(f"{m['role']}:{m['content']};" for m in request.messages)
+        return FakeTokenizer().encode(text)
+
     def parser(self, request: GenerateRequest, prompt: Sequence[int]) -> OutputParser:
         formats = OutputFormats(ToolCallFormat.HERMES, ("<think>", "</think>"))
         return output_parser(formats, tools=request.tools, tool_choice=request.tool_choice)
@@ -65,6 +70,9 @@ class FakeProcessor:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.limits = ModelLimits("fake", VOCAB_SIZE, max_model_len, ())
+
+    def check_length(self, text: str) -> None:
+        pass
 
     def prepare(self, request: GenerateRequest) -> list[int]:
         if request.model not in ("", "fake"):
@@ -83,8 +91,7 @@ class FakeProcessor:
 
     def _prompt_ids(self, request: GenerateRequest) -> list[int]:
         if request.messages is not None:
-            text = "".join(f"{m['role']}:{m['content']};" for m in request.messages)
-            return self.tokenizer.encode(text)
+            return self.chat.encode(request)
         if request.prompt is not None:
             return self.tokenizer.encode(request.prompt)
         return list(request.prompt_token_ids)

@@ -23,7 +23,15 @@ LEAVES = (
     *("jserve.errors", "jserve.config", "jserve.messages", "jserve.sampling_params"),
     "jserve.structured",
 )
-OPENAI = ("embeddings", "fields", "format", "http", "response", "stream")  # of bodies, no jax
+OPENAI = (
+    "embeddings",
+    "fields",
+    "format",
+    "http",
+    "logprobs",
+    "response",
+    "stream",
+)  # of bodies, no jax
 MAY_IMPORT = {
     "scheduler": ("scheduler",),
     "pallas_kernels": ("pallas_kernels",),

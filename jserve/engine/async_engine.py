@@ -25,7 +25,7 @@ from scheduler.request import FinishReason
 
 log = logging.getLogger(__name__)
 
-INLINE_CHARS = 2_000  # longer texts are tokenised in a thread, so that streams keep flowing
+INLINE_CHARS = 2_000  # longer prompts are prepared in a thread, so that streams keep flowing
 GRAMMAR_THREADS = 2
 MAX_WAITING_GRAMMARS = 64
 _DRAIN_POLL_S = 0.02
@@ -310,7 +310,7 @@ def _takes_long(message: GenerateRequest) -> bool:
     asked = message.sampling
     has_rules = asked.bad_words or asked.allowed_token_ids
     has_choices = (asked.best_of or asked.n) > 1
-    is_long = len(message.prompt or ()) > INLINE_CHARS
+    is_long = len(message.prompt or message.prompt_token_ids or ()) > INLINE_CHARS
     return bool(is_long or message.messages or has_rules or has_choices)
 
 

@@ -298,7 +298,7 @@ class InputProcessor:
         elif message.prompt is not None:
             if not isinstance(message.prompt, str):
                 raise InvalidRequest(f"prompt is a {type(message.prompt).__name__}, not a text")
-            self._check_length(message.prompt)
+            self.check_length(message.prompt)
             ids = self.tokenizer.encode(message.prompt)
         else:
             ids = self._checked_ids(message.prompt_token_ids)
@@ -312,8 +312,9 @@ class InputProcessor:
             )
         return ids
 
-    def _check_length(self, text: str) -> None:
-        """Refuses what no tokenisation could make fit, before minutes are spent on trying."""
+    def check_length(self, text: str) -> None:
+        """Refuses what no tokenisation could make fit, before minutes are spent on trying. Raises
+        InvalidRequest."""
         limit = self.limits.max_model_len
         most = limit * self.tokenizer.longest_token_chars
         if len(text) > most:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jserve.config import ServerSettings
 from jserve.errors import JserveError, Overloaded
-from jserve.server import http_completions, http_health, http_page
+from jserve.server import http_completions, http_health, http_page, http_tokens
 from jserve.server.front import Front
 from jserve.server.http_errors import ClientGone, error_response, on_error
 from jserve.server.http_guard import HttpGuard
@@ -22,6 +22,7 @@ from jserve.server.http_guard import HttpGuard
 ROUTES: tuple[Callable[[Front], list[Route]], ...] = (
     http_health.routes,
     http_completions.routes,
+    http_tokens.routes,
     http_page.routes,
 )
 # What answers however many calls are open: probes must.
