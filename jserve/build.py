@@ -48,6 +48,7 @@ from jserve.runner.kv_cache import (
 )
 from jserve.runner.mesh import make_mesh, replicated, sharding_of
 from jserve.runner.platform import set_compiler_flags
+from jserve.runner.profiler import Profiler
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState, make_sampler_state, why_unsupported
 from jserve.runner.swap import SwapSpace
@@ -67,12 +68,14 @@ log = logging.getLogger(__name__)
 
 
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
-    """Returns a warm engine in a thread of its own."""
+    """Returns a warm engine in a thread of its own. Raises what `build_engine` does."""
+    profiler = Profiler(config.log.profile_dir) if config.log.profile_dir else None
     limits = config.server
     return AsyncEngine(
         build_engine(config),
         step_timeout_s=limits.step_timeout_s,
         max_unread_updates=limits.max_unread_updates,
+        profiler=profiler,
     )
 
 

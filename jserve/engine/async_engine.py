@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from jserve.engine.device import Profiler
 from jserve.engine.engine import Engine
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.kv_events import MAX_BATCHES, KvEventBatch, KvEventFeed, KvSubscription
@@ -46,12 +47,19 @@ class AsyncEngine:
       step_timeout_s: a step that takes longer is stuck: new requests are refused meanwhile, and
         those that wait for it end with an error after twice that time; 0: no limit.
       max_unread_updates: a reader that leaves more unread loses its request.
+      profiler: what records the device; None where that was not asked for.
     """
 
     def __init__(
-        self, engine: Engine, *, step_timeout_s: float = 60.0, max_unread_updates: int = 4096
+        self,
+        engine: Engine,
+        *,
+        step_timeout_s: float = 60.0,
+        max_unread_updates: int = 4096,
+        profiler: Profiler | None = None,
     ) -> None:
         self._engine = engine
+        self.profiler = profiler
         self._max_unread = max_unread_updates
         self._watchdog = Watchdog(step_timeout_s, engine.describe_step, engine.metrics)
         self._streams: dict[str, RequestStream] = {}  # live requests; the loop's thread only

@@ -78,6 +78,14 @@ def ask(device: Callable[..., T], *args: Any) -> T:
         raise StepFailed(f"{type(error).__name__}: {error!s:.200}") from error
 
 
+class Profiler(Protocol):
+    """Records what the device does; one profile at a time. Calls may take seconds."""
+
+    def start(self) -> str: ...  # the folder where it will be
+
+    def stop(self) -> None: ...  # and write it
+
+
 def token_logprobs(token_id: int, row: int, found: Logprobs, num_top: int) -> TokenLogprobs:
     """Returns one row's entry, with so many alternatives, or as many as are possible at all."""
     ids, values = found.top_ids[row, :num_top].tolist(), found.top_logprobs[row, :num_top].tolist()

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from jserve.engine.device import Profiler
 from jserve.engine.input_processor import InputProcessor
 from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
@@ -42,6 +43,9 @@ class Engine(Protocol):
 
     @property
     def metrics(self) -> EngineMetrics: ...
+
+    @property
+    def profiler(self) -> Profiler | None: ...  # None where profiles are off
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
         """Raises InvalidRequest, Overloaded or EngineDead before any work is done."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from jserve.engine.device import Profiler
 from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, UnknownModel
@@ -119,6 +120,7 @@ class FakeEngine:
         self.metrics = EngineMetrics()
         self.processor = FakeProcessor(MAX_MODEL_LEN)
         self.is_ready = True
+        self.profiler: Profiler | None = None
         self.interval_s, self.max_running = interval_s, max_running
         self.submit_error: Exception | None = None
         self.requests: list[GenerateRequest] = []
