@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -134,7 +135,7 @@ def as_grafana_asks(expression: str) -> str:
 async def load(served) -> None:
     """More than the pages hold, so that requests wait and are preempted, in rounds that never
     end."""
-    for turn in range(10**9):
+    for turn in itertools.count():
         requests = (
             GenerateRequest(
                 prompt_token_ids=prompt_of(20 + i, turn + i),
