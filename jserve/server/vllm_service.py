@@ -8,18 +8,25 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 
+import grpc
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from jserve.errors import InvalidRequest, Unsupported
-from jserve.messages import RequestUpdate, joined
+from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.server.front import Answer, Front
 from jserve.server.identity import call_of
 from jserve.server.rpc import Context, with_call_deadline
 from jserve.server.tokenizer_archive import TokenizerArchive
 from jserve.server.vllm_info import LoadMeter, model_info, server_info
 from jserve.server.vllm_kv_events import kv_messages
-from jserve.server.vllm_wire import chunk_to_vllm, complete_to_vllm, request_from_vllm
+from jserve.server.vllm_wire import (
+    chunk_to_vllm,
+    complete_to_vllm,
+    embed_request_from_vllm,
+    embedding_to_vllm,
+    request_from_vllm,
+)
 
 VLLM_ENGINE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 VLLM_SERVICE = VLLM_ENGINE.full_name
@@ -45,15 +52,14 @@ class VllmService:
         latter alone, in order of index."""
         num_prompt, ended = 0, set[int]()
         parts: dict[int, list[RequestUpdate]] = {}
-        async with aclosing(self._updates(message, context)) as updates:
+        request = request_from_vllm(message)
+        async with aclosing(self._updates(request, "Generate", context)) as updates:
             async for update in updates:
-                if update.finish_reason == "abort":
-                    break
                 num_prompt = num_prompt or len(update.prompt_token_ids)
                 parts.setdefault(update.index, []).append(update)
                 if message.stream and update.token_ids:
                     yield chunk_to_vllm(update, num_prompt)
-                if message.stream and update.finish_reason is not None:
+                if message.stream and update.finish_reason not in (None, "abort"):
                     ended.add(update.index)
                     yield complete_to_vllm(joined(parts.pop(update.index))[0], num_prompt)
         for index in range(max(message.sampling_params.n, 1)):
@@ -62,11 +68,20 @@ class VllmService:
                 whole = replace(whole, finish_reason=whole.finish_reason or "abort")
                 yield complete_to_vllm(whole, num_prompt)
 
+    async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        request = embed_request_from_vllm(message)
+        async with aclosing(self._updates(request, "Embed", context)) as updates:
+            async for update in updates:
+                if update.embedding is not None:
+                    return embedding_to_vllm(update)
+        await context.abort(grpc.StatusCode.CANCELLED, "the request was aborted")
+        raise AssertionError("abort always raises")
+
     async def _updates(
-        self, message: pb.GenerateRequest, context: Context
+        self, request: GenerateRequest, method: str, context: Context
     ) -> AsyncGenerator[RequestUpdate, None]:
-        request = with_call_deadline(request_from_vllm(message), context)
-        call = call_of(context, self._front.gate, f"{VLLM_SERVICE}/Generate")
+        call = call_of(context, self._front.gate, f"{VLLM_SERVICE}/{method}")
+        request = with_call_deadline(request, context)
         async with await self._front.submit(request, call) as answer:
             self._live[answer.request_id] = (call.caller.name, answer)
             try:
@@ -77,7 +92,7 @@ class VllmService:
                     del self._live[answer.request_id]
 
     async def Abort(self, message: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends those of the requests that are live, came through Generate and are the caller's;
+        """Ends those of the requests that are live, came through this service and are the caller's;
         their streams end with finish reason "abort". Others are passed over."""
         caller = call_of(context, self._front.gate, f"{VLLM_SERVICE}/Abort").caller
         for request_id in message.request_ids:
@@ -85,9 +100,6 @@ class VllmService:
             if answer is not None and owner == caller.name:
                 answer.close()
         return pb.AbortResponse()
-
-    async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        raise Unsupported("Embed is not served here; use /v1/embeddings over HTTP")
 
     async def HealthCheck(
         self, message: pb.HealthCheckRequest, context: Context

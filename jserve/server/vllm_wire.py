@@ -56,6 +56,17 @@ def request_from_vllm(message: pb.GenerateRequest) -> GenerateRequest:
     )
 
 
+def embed_request_from_vllm(message: pb.EmbedRequest) -> GenerateRequest:
+    """Returns the request for the hidden state of the prompt's last token, which is what vLLM
+    pools by default. Raises InvalidRequest for an undefined field."""
+    refuse_unknown_fields(message)
+    return GenerateRequest(
+        prompt_token_ids=list(message.tokenized.input_ids),
+        request_id=message.request_id or None,
+        pooling="last",
+    )
+
+
 def sampling_from_vllm(message: pb.SamplingParams) -> SamplingParams:
     """Fields not given take vLLM's defaults, which are ours but for `max_tokens`: no limit of its
     own. Raises InvalidRequest as SamplingParams does, and for what is not supported."""
@@ -123,6 +134,16 @@ def complete_to_vllm(choice: RequestUpdate, num_prompt: int) -> pb.GenerateRespo
     elif choice.stop_reason is not None:
         complete.matched_token_id = choice.stop_reason
     return pb.GenerateResponse(complete=complete)
+
+
+def embedding_to_vllm(update: RequestUpdate) -> pb.EmbedResponse:
+    """Returns the answer with the embedding that `update` has."""
+    values = () if update.embedding is None else update.embedding
+    return pb.EmbedResponse(
+        embedding=values,
+        embedding_dim=len(values),
+        prompt_tokens=update.usage.prompt_tokens if update.usage else 0,
+    )
 
 
 def _output_logprobs(entries: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:

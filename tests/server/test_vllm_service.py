@@ -52,7 +52,7 @@ async def test_a_stream_is_chunks_and_then_complete_with_all_tokens():
     async with serving_real(arranged()) as s:
         prompt = prompt_of(20)
         *chunks, last = await answers_to(s, asking(prompt, max_tokens=8))
-    assert [m.WhichOneof("response") for m in chunks] == ["chunk"] * 8
+    assert {m.WhichOneof("response") for m in chunks} == {"chunk"}
     tokens = [token for m in chunks for token in m.chunk.token_ids]
     assert tokens == list(last.complete.output_ids) == alone(prompt)
     assert sum(m.chunk.completion_tokens for m in chunks) == last.complete.completion_tokens == 8
@@ -89,6 +89,19 @@ async def test_cached_tokens_and_log_probabilities_reach_the_router():
     assert answer.complete.cached_tokens == 2 * PAGE
     assert [len(top.values) for top in answer.complete.output_logprobs.top_logprobs] == [2, 2]
     assert len(scored.complete.input_logprobs.token_logprobs) == 3 * PAGE
+
+
+async def test_an_embedding_is_that_of_the_last_token():
+    engine, prompt = arranged(), prompt_of(20)
+    async with serving_real(engine) as s:
+        asked = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=prompt))
+        got = await stub_of(s).Embed(asked, timeout=TIMEOUT_S)
+        own = GenerateRequest(prompt_token_ids=prompt, pooling="last")
+        (update,) = [u async for u in await s.engine.submit(own)]
+        empty = await status_of(stub_of(s).Embed(pb.EmbedRequest(), timeout=TIMEOUT_S))
+    assert list(got.embedding) == pytest.approx(list(update.embedding), abs=1e-6)
+    assert (got.embedding_dim, got.prompt_tokens) == (engine.processor.limits.hidden_size, 20)
+    assert empty.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_abort_ends_the_stream_with_that_reason_and_frees_the_engine(stepped):
