@@ -122,6 +122,45 @@ COMPLETIONS: dict[str, Schema] = {
     "echo": BOOL,
     "logprobs": _integer(0, limits.MAX_LOGPROBS),
 }
+MAX_PROMPTS = 512
+_ONE_PROMPT = {"type": "string", "minLength": 1}
+# Of HTTP alone: a line of a batch has one prompt, and no stream.
+PROMPTS: Schema = {
+    "anyOf": [
+        _ONE_PROMPT,
+        TOKEN_IDS,
+        _list(_ONE_PROMPT, 1, MAX_PROMPTS),
+        _list(TOKEN_IDS, 1, MAX_PROMPTS),
+    ]
+}
+STREAM: dict[str, Schema] = {
+    "stream": BOOL,
+    "stream_options": {
+        "type": "object",
+        "properties": {
+            "include_usage": {"type": ["boolean", "null"]},
+            "continuous_usage_stats": {"type": ["boolean", "null"]},
+            "include_obfuscation": {"enum": [False, None]},
+        },
+        "additionalProperties": False,
+    },
+}
+TOKENIZE: dict[str, Schema] = {
+    "model": TEXT,
+    "prompt": TEXT,
+    "messages": CHAT["messages"],
+    "tools": CHAT["tools"],
+    "tool_choice": CHAT["tool_choice"],
+    "add_generation_prompt": BOOL,
+    "continue_final_message": BOOL,
+    "chat_template_kwargs": OBJECT,
+    "add_special_tokens": BOOL,
+    "return_token_strs": BOOL,
+}
+DETOKENIZE: dict[str, Schema] = {
+    "model": TEXT,
+    "tokens": {"type": "array", "items": TOKEN_ID},
+}
 # They name a call for its sender's own accounts, and by definition change no answer.
 LABELS: dict[str, Schema] = {
     "user": TEXT,

@@ -122,7 +122,7 @@ def read_chat_input(fields: dict[str, Any]) -> dict[str, Any]:
     """Removes from `fields` the conversation and what else goes into its template, and returns them
     as fields of GenerateRequest; the engine checks their insides. Raises InvalidRequest."""
     chat: dict[str, Any] = {"messages": _take_messages(fields)}
-    if tools := fields.pop("tools", None):  # an empty list asks for nothing
+    if (tools := fields.pop("tools", [])) != []:  # an empty list asks for nothing
         if not isinstance(tools, list):
             raise InvalidRequest("tools is not a list of functions")
         for index, tool in enumerate(tools):

@@ -12,10 +12,10 @@ from typing import Any
 
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
+from jserve.openai_fields import MAX_PROMPTS, STREAM
 from jserve.openai_format import Endpoint, OpenAICall, parse_body
 
-MAX_PROMPTS = 512
-STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+_STREAM_OPTIONS = tuple(STREAM["stream_options"]["properties"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,14 @@ def _with_prompt(request: GenerateRequest, prompt: str | list[int]) -> GenerateR
 def _stream_options(options: Any, is_stream: bool) -> dict[str, bool]:
     if options is not None and not is_stream:
         raise InvalidRequest("stream_options needs stream=true")
-    if not isinstance(options or {}, Mapping):
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
         raise InvalidRequest("stream_options is not an object")
-    given = {name: value for name, value in (options or {}).items() if value is not None}
-    if unknown := given.keys() - set(STREAM_OPTIONS):
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := given.keys() - set(_STREAM_OPTIONS):
         names = ", ".join(sorted(map(repr, unknown)))
         raise InvalidRequest(f"stream_options has unknown or unsupported fields: {names}")
-    read = {name: _switch(f"stream_options.{name}", given.get(name)) for name in STREAM_OPTIONS}
+    read = {name: _switch(f"stream_options.{name}", given.get(name)) for name in _STREAM_OPTIONS}
     if read["include_obfuscation"]:
         raise InvalidRequest("stream_options.include_obfuscation is not supported; leave it out")
     return read

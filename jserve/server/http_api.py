@@ -13,7 +13,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jserve.config import ServerSettings
 from jserve.errors import JserveError, Overloaded
-from jserve.server import http_completions, http_debug, http_health, http_page, http_tokens
+from jserve.server import (
+    http_completions,
+    http_debug,
+    http_health,
+    http_page,
+    http_tokens,
+    openapi,
+)
 from jserve.server.front import Front
 from jserve.server.http_errors import ClientGone, error_response, on_error
 from jserve.server.http_guard import HttpGuard
@@ -23,6 +30,7 @@ ROUTES: tuple[Callable[[Front], list[Route]], ...] = (
     http_health.routes,
     http_completions.routes,
     http_tokens.routes,
+    openapi.routes,
     http_page.routes,
     http_debug.routes,
 )
