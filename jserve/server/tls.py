@@ -8,6 +8,7 @@ that are open go on.
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ _SHORT = {
     "localityName": "L",
     "stateOrProvinceName": "ST",
 }
+_SPECIAL = re.compile(r'[,+"\\<>;]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +130,6 @@ def name_in(certificate: Mapping[str, Any] | None) -> str:
     subject = [pair for part in certificate.get("subject", ()) for pair in part]
     common = [value for kind, value in subject if kind == "commonName"]
     others = [value for _, value in certificate.get("subjectAltName", ())]
-    whole = ",".join(f"{_SHORT.get(kind, kind)}={value}" for kind, value in reversed(subject))
+    parts = ((_SHORT.get(kind, kind), _SPECIAL.sub(r"\\\g<0>", value)) for kind, value in subject)
+    whole = ",".join(reversed([f"{kind}={value}" for kind, value in parts]))
     return next((name for name in (*common, *others, whole) if name), "")
