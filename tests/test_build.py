@@ -6,10 +6,12 @@ import json
 import os
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
 from jserve import build
 from jserve.build import build_engine
+from jserve.config import EngineConfig, ModelSettings, ServerSettings, scheduler_config
 from jserve.errors import ConfigError
 from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
@@ -108,10 +110,11 @@ def test_limits_of_grammars_reach_their_compiler(monkeypatch):
 
     monkeypatch.setattr(build, "GrammarCompiler", compiler)
     config = engine_config(max_grammar_bytes=9, grammar_timeout_s=0.5, grammar_cache_size=3)
-    rules = SimpleNamespace(max_model_len=64, classes=())
-    model = SimpleNamespace(vocab_size=256, eos_token_ids=())
+    rules = SimpleNamespace(max_model_len=64, classes=(), max_num_seqs=4, page_size=16)
+    checkpoint = SimpleNamespace(config={})
+    model = SimpleNamespace(vocab_size=256, eos_token_ids=(), hidden_size=8)
     scheduler = SimpleNamespace(config=rules, why_too_large=None)
-    build._input_processor(config, model, byte_tokenizer(), scheduler)
+    build._input_processor(config, checkpoint, model, byte_tokenizer(), scheduler)
     assert made == {"max_bytes": 9, "timeout_s": 0.5, "cache_size": 3}
 
 
@@ -124,3 +127,27 @@ def test_a_swap_space_below_one_page_is_refused_with_what_a_page_needs():
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="--step_log=/nowhere/steps cannot be written"):
         build_engine(engine_config(model="/no model", step_log="/nowhere/steps"))
+
+
+def test_a_folder_for_profiles_that_cannot_be_made_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="--profile_dir=/dev/null/x cannot be made"):
+        build.build_async_engine(engine_config(model="/no model", profile_dir="/dev/null/x"))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_vllms_names_are_there_where_asked_for_with_the_pools_size(wanted):
+    config = EngineConfig(
+        model=ModelSettings(served_model_name="tiny"), server=ServerSettings(vllm_metrics=wanted)
+    )
+    sizes = {"page_size": 16, "num_pages": 11, "max_model_len": 64, "num_host_pages": 3}
+    limits = scheduler_config(config, **sizes)
+    registry = build._metrics(config, limits, jnp.dtype("bfloat16")).registry
+    names = {metric.name: metric for metric in registry.collect()}
+    assert ("vllm:num_requests_running" in names) == wanted
+    if wanted:
+        [sample] = names["vllm:cache_config_info"].samples
+        expected = {"block_size": "16", "num_gpu_blocks": "10", "kv_cache_size_tokens": "160"}
+        expected |= {"num_cpu_blocks": "3", "cache_dtype": "bfloat16"}
+        assert sample.labels.items() >= expected.items()
+        [running] = names["vllm:num_requests_running"].samples
+        assert running.labels == {"model_name": "tiny", "engine": "0"}

@@ -26,7 +26,8 @@ CANCELLED = WireCode("CANCELLED", 499)  # the caller left; 499 is nginx's word f
 _OF_GRPC = {code.grpc: code for code in (OK, CANCELLED, *WIRE_CODES.values())}
 _OF_HTTP = {code.http: code for code in _OF_GRPC.values()}
 _OF_KIND = {2: "OK", 3: "OK", 4: "INVALID_ARGUMENT", 5: "INTERNAL"}  # of HTTP codes not above
-# Asked every few seconds by machines, so that they are logged only where they fail.
+# Asked every few seconds by machines, so that only what is refused of them is logged; "not ready"
+# (503) is an answer.
 QUIET = ("/health", "/metrics", "/debug/state", "/grpc.health.v1.Health/")
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
 
@@ -122,7 +123,7 @@ class HttpAccessLog:
         finally:
             _told.reset(token)
             path = scope["path"]
-            if not told and not (status < 400 and path.startswith(QUIET)):
+            if not told and not (status in (200, 503) and path.startswith(QUIET)):
                 host, port = scope.get("client") or ("", 0)
                 code = _OF_HTTP.get(status, WireCode(_OF_KIND[status // 100], status))
                 self._log.add(path, f"{host}:{port}", began, code)

@@ -136,7 +136,7 @@ async def test_calls_that_never_become_requests_are_logged_once_too(tmp_path):
         async for _ in stub.GenerateStream(pb.GenerateRequest(prompt=SECRET)):
             pass
         async with aiohttp.ClientSession(url) as session:
-            for target in ("/nowhere?q=" + SECRET, "/health/live", "/metrics"):
+            for target in ("/nowhere?q=" + SECRET, "/health", "/metrics", "/v1/models"):
                 async with session.get(target):
                     pass
     seen = [(line["method"], line["code"], line["status"]) for line in lines(path)]
@@ -146,5 +146,6 @@ async def test_calls_that_never_become_requests_are_logged_once_too(tmp_path):
         (f"{SERVICE}/Generate", "OK", 200),
         (f"{SERVICE}/GenerateStream", "OK", 200),
         ("/nowhere", "NOT_FOUND", 404),
+        ("/v1/models", "OK", 200),
     ]
     assert all(line["peer"] and line["e2e_ms"] >= 0 for line in lines(path))
