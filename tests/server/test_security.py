@@ -26,7 +26,7 @@ from jserve.server.api_keys import add_entry, digest_of, new_key
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
 from jserve.server.security import KeyGate
-from tests.server.conftest import Served, serving
+from tests.server.conftest import Served, serving, until
 from tests.server.fake_engine import FakeEngine
 
 ASK = GenerateRequest(prompt="x", sampling=SamplingParams(max_tokens=2))
@@ -233,9 +233,7 @@ async def test_a_removed_keys_running_request_goes_on(keys: Keys):
     only_root = keys.path.read_text().split("[keys.alice]")[0]
     async with serving(FakeEngine(interval_s=None), gate=keys.gate()) as s:
         stream = s.stub.GenerateStream(CALL, metadata=Access(api_key=alice).metadata)
-        async with asyncio.timeout(20):
-            while not s.engine.live:
-                await asyncio.sleep(0.005)
+        await until(lambda: s.engine.live)
         keys.path.write_text(only_root)
         with pytest.raises(Unauthenticated):
             await ask(s, alice)
@@ -278,19 +276,13 @@ async def test_requests_at_once_are_counted_over_all_calls_of_a_key(keys: Keys):
     async with serving(FakeEngine(interval_s=None), gate=keys.gate()) as s:
         metadata = Access(api_key=alice).metadata
         streams = [s.stub.GenerateStream(CALL, metadata=metadata) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while len(s.engine.live) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(s.engine.live) == 2)
         with pytest.raises(Overloaded, match="2 requests"):
             await ask(s, alice)
         streams[0].cancel()
-        async with asyncio.timeout(20):
-            while len(s.engine.live) == 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(s.engine.live) == 1)
         again = s.stub.GenerateStream(CALL, metadata=metadata)
-        async with asyncio.timeout(20):
-            while len(s.engine.live) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(s.engine.live) == 2)
         again.cancel()
         streams[1].cancel()
 
@@ -319,6 +311,34 @@ async def test_a_flood_of_wrong_keys_does_not_slow_the_others(keys: Keys):
         flood = asyncio.gather(*wrong)
         assert await ask(s, keys.root) == "t0 t1 "
         assert {status for status, _, _ in await flood} == {401}
+
+
+async def test_one_call_too_many_is_refused_over_grpc_and_health_never_is():
+    async with serving(FakeEngine(interval_s=None), max_open_streams=2) as s:
+        streams = [s.stub.GenerateStream(CALL) for _ in range(2)]
+        await until(lambda: len(s.engine.live) == 2)
+        call = s.stub.Generate(CALL)
+        assert await status_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 calls are open" in await call.details()
+        assert (await s.health_stub.Check(health_pb2.HealthCheckRequest())).status
+        streams[0].cancel()
+        await until(lambda: len(s.engine.live) == 1)
+        again = s.stub.GenerateStream(CALL)
+        await until(lambda: len(s.engine.live) == 2)
+        for stream in (streams[1], again):
+            stream.cancel()
+
+
+async def test_what_shows_all_callers_is_for_administrators_among_routers_methods(keys: Keys):
+    alice = keys.add("alice")
+    async with serving(gate=keys.gate(), enable_cache_service=True) as s:
+        for name in ("FlushCache", "SubscribeKvEvents", "StartProfile", "StopProfile"):
+            call = s.channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{name}")
+            denied = call(b"", metadata=Access(api_key=alice).metadata)
+            assert await status_of(denied) is grpc.StatusCode.PERMISSION_DENIED
+        call = s.channel.unary_unary("/vllm.grpc.engine.VllmEngine/FlushCache")
+        allowed = call(b"", metadata=Access(api_key=keys.root).metadata)
+        assert await status_of(allowed) is grpc.StatusCode.OK
 
 
 def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch):

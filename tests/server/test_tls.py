@@ -28,7 +28,7 @@ from jserve.server.api_keys import add_entry, digest_of, new_key
 from jserve.server.caller import Caller, OpenGate
 from jserve.server.security import KeyGate
 from jserve.server.tls import TlsFiles
-from tests.server.conftest import Served, serving
+from tests.server.conftest import Served, serving, until
 from tests.server.fake_engine import FakeEngine
 
 ASK = GenerateRequest(prompt="x", sampling=SamplingParams(max_tokens=3))
@@ -138,9 +138,7 @@ async def test_a_new_certificate_serves_new_connections_and_open_ones_go_on(file
     ) as s:
         stream = s.client.stream(ASK)
         first = asyncio.create_task(anext(stream))
-        async with asyncio.timeout(20):
-            while not engine.live:
-                await asyncio.sleep(0.005)
+        await until(lambda: engine.live)
         new = files.issue(trustme.CA())
         engine.interval_s = 0.0
         assert await served_by(s, new)
