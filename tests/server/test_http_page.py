@@ -63,8 +63,7 @@ async def test_only_administrators_see_it(path):
         def admit(self, key: str | None, certificate: str) -> Caller:
             return Caller(name="someone", is_admin=key == "admin")
 
-    async with serving(http=True) as served, aiohttp.ClientSession() as session:
-        served.front.gate = Gate()
+    async with serving(http=True, gate=Gate()) as served, aiohttp.ClientSession() as session:
         for key, status in (("user", 403), ("admin", 200)):
             headers = {"authorization": f"Bearer {key}"}
             async with session.get(served.http + path, headers=headers) as response:

@@ -6,7 +6,7 @@ import * as panels from "./panels.js";
 import { setUpPrompt } from "./prompt.js";
 
 const POLL_MS = 500;
-const RETRY_MS = [500, 1000, 2000, 5000]; // after that many failures in a row
+const MAX_DOUBLINGS = 3; // of that, after failures in a row
 const ANSWER_WITHIN_MS = 8000;
 const MAX_STEPS = 512;
 const IDLE_AFTER_S = 2;
@@ -32,22 +32,22 @@ async function poll() {
   if (isPolling) return;
   isPolling = true;
   clearTimeout(timer);
-  let delay = POLL_MS;
   try {
     const answer = await fetch(`/debug/state?since=${activity?.seq ?? 0}`, {
       cache: "no-store", signal: AbortSignal.timeout(ANSWER_WITHIN_MS),
     });
     const body = await answer.json().catch(() => ({}));
-    if (answer.ok) take(body);
-    else {
-      const why = body.error?.message ?? `the server answered ${answer.status}`;
-      showStatus(answer.status === 401 || answer.status === 403 ? "refused" : "stuck", why);
-      delay = RETRY_MS.at(-1);
-    }
-    numFailures = 0;
     downSince = null;
-  } catch {
-    delay = RETRY_MS[Math.min(numFailures, RETRY_MS.length - 1)];
+    if (answer.ok) {
+      numFailures = 0;
+      take(body);
+    } else {
+      numFailures += 1;
+      const why = body.error?.message ?? `the server answered ${answer.status}`;
+      showStatus([401, 403].includes(answer.status) ? "refused" : "stuck", why);
+    }
+  } catch (error) {
+    console.warn(error);
     numFailures += 1;
     downSince ??= new Date();
     showStatus(
@@ -57,6 +57,7 @@ async function poll() {
     );
   }
   isPolling = false;
+  const delay = POLL_MS * 2 ** Math.min(numFailures, MAX_DOUBLINGS);
   if (!document.hidden) timer = setTimeout(poll, delay);
 }
 

@@ -174,13 +174,19 @@ class Answer {
   }
 }
 
+/** The bytes of a token by its name: its text, or "bytes:\\x20\\xf0" where it is none. */
+function bytesOf(name) {
+  if (!name.startsWith("bytes:\\x")) return new TextEncoder().encode(name);
+  return Uint8Array.from(name.slice(8).split("\\x"), (byte) => parseInt(byte, 16));
+}
+
 /** The prompt's tokens; once the usage is known, with those marked that were cached. */
 function showPrompt(told, usage) {
   const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
-  const pieces = told.token_strs ?? told.tokens.map((id) => `${id} `);
-  byId("prompt-tokens").replaceChildren(...pieces.map((piece, index) => {
+  const decoder = new TextDecoder(); // a character may be spread over tokens
+  byId("prompt-tokens").replaceChildren(...told.token_strs.map((name, index) => {
     const span = document.createElement("span");
-    span.textContent = piece;
+    span.textContent = decoder.decode(bytesOf(name), { stream: true });
     if (usage) span.className = index < cached ? "cached" : "computed";
     return span;
   }));
