@@ -29,6 +29,7 @@ NAMES = {
     "request_inference_time_seconds": "inference_time_seconds",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_output_tokens",
+    "request_max_num_generation_tokens": "request_output_tokens",
     "prompt_tokens": "prompt_tokens",
     "prompt_tokens_cached": "prefix_cache_hit_tokens",
     "generation_tokens": "output_tokens",
@@ -39,7 +40,8 @@ NAMES = {
 }
 LABELS = {"reason": "finished_reason"}
 USAGE_NAMES = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
-_PAGES = "kv_pages"
+OTHERS = ("cache_config_info", "iteration_tokens_total")
+_PAGES, _STEPS, _STEP_TOKENS = "kv_pages", "step_seconds", "step_tokens"
 _SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 
@@ -54,7 +56,9 @@ class VllmMetrics(Collector):
         self, registry: CollectorRegistry, model_name: str, cache_config: Mapping[str, object]
     ) -> None:
         names = {
-            f"jserve_{name}{suffix}" for name in (*NAMES.values(), _PAGES) for suffix in _SUFFIXES
+            f"jserve_{name}{suffix}"
+            for name in (*NAMES.values(), _PAGES, _STEPS, _STEP_TOKENS)
+            for suffix in _SUFFIXES
         }
         self._ours = registry.restricted_registry(names)
         self._labels = {"model_name": model_name} | ENGINE
@@ -75,10 +79,11 @@ class VllmMetrics(Collector):
         yield self._gauge(
             "cache_config_info", "Sizes of the KV pool.", self._cache_config | ENGINE, 1.0
         )
+        yield self._tokens_of_steps(ours)
 
     def describe(self) -> Iterator[Metric]:
         """Tells the registry which names are taken, without values."""
-        for name in (*NAMES, *USAGE_NAMES, "cache_config_info"):
+        for name in (*NAMES, *USAGE_NAMES, *OTHERS):
             yield Metric(f"vllm:{name}", "", "unknown")
 
     def _renamed(self, ours: Metric, name: str) -> Metric:
@@ -87,6 +92,16 @@ class VllmMetrics(Collector):
             labels = {LABELS.get(key, key): value for key, value in sample.labels.items()}
             suffix = sample.name.removeprefix(ours.name)
             metric.add_sample(name + suffix, labels | self._labels, sample.value)
+        return metric
+
+    def _tokens_of_steps(self, ours: Mapping[str, Metric]) -> Metric:
+        """Sum and count, which is what dashboards divide: buckets would cost every step."""
+        count = next(s.value for s in ours[_STEPS].samples if s.name.endswith("_count"))
+        tokens = {s.labels["kind"]: s.value for s in ours[_STEP_TOKENS].samples}["real"]
+        metric = Metric("vllm:iteration_tokens_total", "Tokens of a step.", "histogram")
+        metric.add_sample(f"{metric.name}_bucket", self._labels | {"le": "+Inf"}, count)
+        metric.add_sample(f"{metric.name}_count", self._labels, count)
+        metric.add_sample(f"{metric.name}_sum", self._labels, tokens)
         return metric
 
     def _gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:

@@ -89,9 +89,9 @@ class AccessLog:
             "finish_reasons": record.finish_reasons,
             "prompt_tokens": usage and usage.prompt_tokens,
             "cached_tokens": usage and usage.cached_tokens,
-            "output_tokens": usage and usage.completion_tokens,
+            "output_tokens": usage.completion_tokens if usage else record.num_output_tokens,
             "queue_ms": _ms(timings.queue_s) if timings else None,
-            "ttft_ms": _ms(timings.ttft_s) if timings else None,
+            "ttft_ms": _ms(timings.ttft_s if timings else record.ttft_s),
             "itl_ms": _ms(timings.itl_s) if timings else None,
             "e2e_ms": _ms(record.seconds),
         }

@@ -94,6 +94,9 @@ class CallRecord:
     finish_reasons: list[str] = field(default_factory=list)  # of its choices, in order of ending
     usages: list[Usage] = field(default_factory=list)  # likewise
     timings: Timings | None = None  # of the choice that ended last
+    # Of what came until its reader left: usages and timings come with an end only.
+    num_output_tokens: int = 0
+    ttft_s: float | None = None
 
 
 Observer = Callable[[CallRecord], None]  # hears of each request once, at its end; must not block
@@ -129,6 +132,9 @@ class Answer:
         record = self._record
         async for update in self._stream:
             self._is_finished = update.is_last
+            record.num_output_tokens += len(update.token_ids)
+            if record.ttft_s is None and update.token_ids:
+                record.ttft_s = time.time() - record.began
             if self._lease is not None:
                 self._lease.charge(len(update.token_ids))
             if update.finish_reason is not None:

@@ -101,13 +101,17 @@ def _attributes(record: CallRecord, model: str) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.response.model", model
     yield "gen_ai.response.id", record.request_id
     yield "gen_ai.response.finish_reasons", tuple(record.finish_reasons)
+    num_output, ttft_s = record.num_output_tokens, record.ttft_s
     if record.usages:
         usage = Usage.of_choices(record.usages)
+        num_output = usage.completion_tokens
         yield "gen_ai.usage.input_tokens", usage.prompt_tokens
-        yield "gen_ai.usage.output_tokens", usage.completion_tokens
         yield "gen_ai.usage.cache_read.input_tokens", usage.cached_tokens
-    if record.timings is not None and record.timings.ttft_s is not None:
-        yield "gen_ai.response.time_to_first_chunk", record.timings.ttft_s
+    if record.timings is not None:
+        ttft_s = record.timings.ttft_s
+    yield "gen_ai.usage.output_tokens", num_output
+    if ttft_s is not None:
+        yield "gen_ai.response.time_to_first_chunk", ttft_s
     if record.error is not None:
         yield "error.type", type(record.error).__name__
     yield "client.address", call.peer

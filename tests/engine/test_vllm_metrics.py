@@ -17,7 +17,7 @@ HISTOGRAMS = (
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("time_per_output_token_seconds", "request_queue_time_seconds", "request_prompt_tokens"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_generation_tokens"),
-    "request_inference_time_seconds",
+    *("request_inference_time_seconds", "request_max_num_generation_tokens"),
 )
 
 
@@ -67,6 +67,7 @@ def test_a_request_is_told_by_both_names(metrics):
         "request_inference_time_seconds": 0.375,
         "request_prompt_tokens": 9,
         "request_generation_tokens": 2,
+        "request_max_num_generation_tokens": 2,
     }
     assert value(metrics, "time_to_first_token_seconds_bucket", le="0.5") == 1
     assert value(metrics, "time_to_first_token_seconds_bucket", le="0.2") == 0
@@ -91,6 +92,17 @@ def test_O96_usage_is_the_share_of_pages_that_live_requests_hold(metrics):
     assert value(metrics, "num_requests_waiting") == 5
     set_pages(0, 40, 60)  # cached pages are there for whoever comes
     assert value(metrics, "kv_cache_usage_perc") == 0
+
+
+def test_tokens_per_step_are_a_sum_and_a_count(metrics):
+    for real_tokens in (5, 8):
+        times = dict.fromkeys(("schedule_s", "pack_s", "dispatch_s", "wait_s", "post_s"), 0.001)
+        more = {"predicted_s": 0.01, "actual_s": 0.01, "prediction_error": 0.0}
+        metrics.on_step(**times, **more, step_s=0.01, real_tokens=real_tokens, padded_tokens=3)
+    assert families(metrics)["vllm:iteration_tokens_total"] == "histogram"
+    found = [value(metrics, f"iteration_tokens_total_{name}") for name in ("sum", "count")]
+    assert found == [13, 2]
+    assert value(metrics, "iteration_tokens_total_bucket", le="+Inf") == 2
 
 
 def test_a_scheduler_of_clusters_finds_the_pools_size_in_labels(metrics):

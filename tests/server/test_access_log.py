@@ -87,13 +87,16 @@ async def test_a_refused_request_is_logged_by_the_errors_kind_alone(logged, erro
         await front.submit(GenerateRequest(prompt=SECRET), CALL)
     [line] = read()
     assert (line["code"], line["status"], line["error"]) == (code, status, type(error).__name__)
-    assert line["output_tokens"] is line["ttft_ms"] is None
+    assert line["prompt_tokens"] is line["ttft_ms"] is None
+    assert line["output_tokens"] == 0
 
 
 async def test_a_request_that_fails_and_one_whose_reader_leaves_are_told_apart(logged):
     engine, front, read = logged
     engine.interval_s = None
     left = await front.submit(GenerateRequest(prompt=SECRET), CALL)
+    engine.step()
+    assert await anext(aiter(left))
     left.close()
     failed = await front.submit(GenerateRequest(prompt=SECRET), CALL)
     engine.live[0].end("error", RequestFailed(SECRET))
@@ -101,8 +104,14 @@ async def test_a_request_that_fails_and_one_whose_reader_leaves_are_told_apart(l
         async for _ in failed:
             pass
     failed.close()
-    codes = [(line["code"], line["status"], line["finish_reasons"]) for line in read()]
-    assert codes == [("CANCELLED", 499, []), ("INTERNAL", 500, ["error"])]
+    first, second = read()
+    assert (first["code"], first["status"], first["finish_reasons"]) == ("CANCELLED", 499, [])
+    assert first["output_tokens"] == 1
+    assert 0 <= first["ttft_ms"] <= first["e2e_ms"]
+    assert (second["code"], second["status"], second["finish_reasons"]) == (
+        *("INTERNAL", 500),
+        ["error"],
+    )
 
 
 @asynccontextmanager

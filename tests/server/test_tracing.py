@@ -119,6 +119,14 @@ def test_only_what_is_the_servers_fault_marks_the_span_as_failed():
         assert "kumquat" not in span.to_json()
 
 
+def test_a_request_whose_reader_left_tells_what_came_until_then():
+    left = record_of(is_aborted=True, num_output_tokens=3, ttft_s=0.75)
+    [span] = spans_of(left).values()
+    assert span.attributes["jserve.code"] == "CANCELLED"
+    assert span.attributes["gen_ai.usage.output_tokens"] == 3
+    assert span.attributes["gen_ai.response.time_to_first_chunk"] == 0.75
+
+
 class _Collector(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
