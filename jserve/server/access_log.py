@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jserve.engine.line_log import LineLog
 from jserve.errors import WIRE_CODES, WireCode, wire_code
 from jserve.messages import Usage
+from jserve.server.caller import admitted
 from jserve.server.front import CallRecord
 
 OK = WireCode("OK", 200)
@@ -62,6 +63,7 @@ class AccessLog:
                     "time": _iso(began),
                     "method": method,
                     "peer": peer,
+                    "caller": admitted.get().name,
                     "code": code.grpc,
                     "status": code.http,
                     "e2e_ms": _ms(time.time() - began),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,10 @@ class Caller:
     request_classes: frozenset[str] | None = None
     is_admin: bool = False
     quota: Quota | None = None
+
+
+# Whom the guards have admitted for the call that runs in this context.
+admitted: ContextVar[Caller] = ContextVar("jserve_admitted", default=Caller())  # noqa: B039
 
 
 class Gate(Protocol):

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jserve.errors import Forbidden, Unauthenticated
-from jserve.server.caller import Caller, Gate, Quota
+from jserve.server.caller import Caller, Gate, Quota, admitted
 from jserve.server.http_errors import error_response
 from jserve.server.identity import api_key_of
 
@@ -55,6 +55,7 @@ class HttpGuard:
             )
         headers = Headers(scope=scope)
         caller = self._gate.admit(api_key_of(headers), scope["jserve.certificate"])
+        admitted.set(caller)
         if not caller.is_admin and not _is_for_callers(scope):
             raise Forbidden(f"{scope['path']} is for administrators; use a key with admin rights")
         # A browser adds the key that it was told to whatever any page has it send here.

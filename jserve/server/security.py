@@ -21,7 +21,7 @@ from jserve.errors import (
     Unauthenticated,
 )
 from jserve.server.api_keys import KeyEntry, find_key, read_keys
-from jserve.server.caller import Caller, Gate, OpenGate
+from jserve.server.caller import Caller, Gate, OpenGate, admitted
 from jserve.server.identity import call_of
 from jserve.server.quota import CallerQuota
 from jserve.server.status import end_with_status
@@ -164,6 +164,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
         """Counts a call while it is open. One that may not be made ends with its status."""
         try:
             caller = call_of(context, self._gate, method).caller
+            admitted.set(caller)
             if method.startswith(ADMIN_METHODS) and not caller.is_admin:
                 raise Forbidden(f"{method} is for administrators; use a key with admin rights")
             if self._num_open >= self._max_open:

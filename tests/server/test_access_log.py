@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from jserve.config import LogSettings, ServerSettings
-from jserve.errors import InvalidRequest, Overloaded, RequestFailed
+from jserve.errors import InvalidRequest, Overloaded, RequestFailed, Unauthenticated
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.server.access_log import AccessLog
 from jserve.server.call_logs import CallLogs
-from jserve.server.caller import Caller
+from jserve.server.caller import Caller, Gate
 from jserve.server.front import Call, Front
 from jserve.server.grpc_service import SERVICE, create_server
 from jserve.server.health import EngineHealth
@@ -114,11 +114,20 @@ async def test_a_request_that_fails_and_one_whose_reader_leaves_are_told_apart(l
     )
 
 
+class AdasGate:
+    """Knows one key."""
+
+    def admit(self, key: str | None, certificate: str) -> Caller:
+        if key != "adas":
+            raise Unauthenticated("this API key is not known")
+        return Caller(name="ada")
+
+
 @asynccontextmanager
-async def both_servers(path: Path):
+async def both_servers(path: Path, gate: Gate | None = None):
     """gRPC and HTTP as main.py starts them, with an access log."""
     logs = CallLogs(LogSettings(access_log=str(path)), "fake")
-    front, settings = Front(observers=logs.observers), ServerSettings(port=0, http_port=0)
+    front, settings = Front(gate, logs.observers), ServerSettings(port=0, http_port=0)
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
     server, port = create_server(settings, front, health, logs.interceptors)
     http = HttpServer(logs.around(make_app(front, settings)), settings)
@@ -158,3 +167,26 @@ async def test_calls_that_never_become_requests_are_logged_once_too(tmp_path):
         ("/v1/models", "OK", 200),
     ]
     assert all(line["peer"] and line["e2e_ms"] >= 0 for line in lines(path))
+
+
+async def test_refusals_name_the_caller_as_far_as_it_is_known(tmp_path):
+    path = tmp_path / "access.log"
+    async with both_servers(path, AdasGate()) as (channel, url):
+        garbage = channel.unary_unary(f"/{SERVICE}/Generate")
+        async with aiohttp.ClientSession(url) as session:
+            for key in ("adas", "eves"):
+                headers = {"authorization": f"Bearer {key}"}
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await garbage(b"\xff", metadata=tuple(headers.items()))
+                for target in ("/v1/models", "/metrics"):
+                    async with session.get(target, headers=headers):
+                        pass
+    seen = [(line["method"], line["caller"], line["status"]) for line in lines(path)]
+    assert seen == [
+        *(
+            (f"{SERVICE}/Generate", "ada", 400),
+            ("/v1/models", "ada", 200),
+            ("/metrics", "ada", 403),
+        ),
+        *((f"{SERVICE}/Generate", "", 401), ("/v1/models", "", 401), ("/metrics", "", 401)),
+    ]
