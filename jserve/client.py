@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -79,7 +79,7 @@ class GenerateClient:
 
     async def stream(
         self, request: GenerateRequest, *, return_prompt_token_ids: bool = False
-    ) -> AsyncIterator[RequestUpdate]:
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """Yields the request's updates as they come. Closing the iterator cancels the request."""
         message = request_to_proto(request, return_prompt_token_ids=return_prompt_token_ids)
         call = self._stub.GenerateStream(

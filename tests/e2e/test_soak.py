@@ -1,0 +1,22 @@
+"""A short soak (scripts/soak.py has the long one) of the real engine behind real gRPC and HTTP."""
+
+from __future__ import annotations
+
+from jserve.bench.soak import Soak
+from tests.e2e.real_engine import arranged, serving_real, value
+
+
+async def test_requests_that_are_read_left_late_and_wrong_leave_nothing_behind():
+    engine = arranged("sixteen")
+    async with serving_real(engine, http=True) as served:
+        client = Soak(served.target, served.http, seed=1)
+        try:
+            before = await client.quiet()
+            await client.run(300)
+            assert await client.quiet() == before
+        finally:
+            await client.close()
+        assert not client.surprises
+        assert sum(client.outcomes.values()) == 300
+        assert not served.engine._streams, "requests without readers"
+    assert value(engine, "step_failures_total") == 0
