@@ -2,9 +2,9 @@
 """Serves a tiny model and sends it --num_requests requests that are read, cancelled, cut off, late
 or wrong, over gRPC and HTTP: scripts/soak.py --num_requests=10000.
 
-Ten times on the way it waits until the server holds nothing, and prints how large it is, and at
-the end the slope of that. The exit code is 1 if pages or the canary's answer differ from what they were at
-first, or if the server answered what no server should.
+Ten times on the way it waits until the server holds nothing, and prints how large it is; at the
+end, how fast that grows. The exit code is 1 if pages or the canary's answer differ from what they
+were at first, or if the server answered what no server should.
 """
 
 from __future__ import annotations

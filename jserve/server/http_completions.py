@@ -27,7 +27,7 @@ from jserve.openai_http import HttpBody, read_http_body
 from jserve.openai_response import body_head, response_body, response_of_prompts
 from jserve.openai_stream import DONE, ChunkWriter, event, usage_event
 from jserve.server.front import Answer, Call, Front
-from jserve.server.http_errors import JsonResponse, error_body
+from jserve.server.http_errors import ClientGone, JsonResponse, error_body
 from jserve.server.http_request import call_of_http, front_of, read_json, unless_gone
 
 ID_HEADER = "x-request-id"
@@ -100,7 +100,12 @@ class _Generation:
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await unless_gone(self._request, self._generate(send))
+        try:
+            response = await unless_gone(self._request, self._generate(send))
+        except ClientGone:
+            if self._body.is_stream:  # which may have begun: there is nobody to tell anyway
+                return
+            raise
         if response is not None:
             await response(scope, receive, send)
 
