@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import NamedTuple
 
 
@@ -81,3 +82,10 @@ INTERNAL = WireCode("INTERNAL", 500)
 def wire_code(error: BaseException) -> WireCode:
     """Returns the wire code of `error`; anything not in the table is INTERNAL."""
     return next((code for kind, code in WIRE_CODES.items() if isinstance(error, kind)), INTERNAL)
+
+
+def let_go(error: BaseException) -> None:
+    """Frees what the functions that `error` came through held, such as long prompts: an error that
+    a server has answered often stays in a cycle of references until the collector finds it."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None

@@ -10,6 +10,7 @@ were at first, or if the server answered what no server should.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import tempfile
@@ -38,7 +39,7 @@ async def start_server(folder: Path) -> tuple[asyncio.subprocess.Process, str, s
     """Returns a server that is ready, its gRPC target and its URL."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, ROOT / "scripts" / "serve.py", f"--model={folder}", *SERVER_FLAGS),
-        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None

@@ -22,6 +22,7 @@ from jserve.errors import (
     Overloaded,
     Unauthenticated,
     UnknownModel,
+    let_go,
     wire_code,
 )
 
@@ -99,7 +100,9 @@ def error_response(error: BaseException) -> Response:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Starlette's exception handler, for every kind of error."""
-    return error_response(error)
+    response = error_response(error)
+    let_go(error)
+    return response
 
 
 class JsonResponse(Response):

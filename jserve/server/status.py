@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import grpc
 
-from jserve.errors import Overloaded, wire_code
+from jserve.errors import Overloaded, let_go, wire_code
 
 MAX_DETAIL_CHARS = 1000  # a status travels in trailers, which peers limit to 8 KiB in all
 
@@ -27,6 +27,7 @@ async def end_with_status(context: grpc.aio.ServicerContext, error: Exception) -
     if len(details) > MAX_DETAIL_CHARS:
         details = details[:MAX_DETAIL_CHARS] + "..."
     advice = _retry_advice(error) if isinstance(error, Overloaded) else ()
+    let_go(error)
     await context.abort(code, details, advice)
     raise AssertionError("abort always raises")
 
