@@ -240,7 +240,6 @@ def _limits(config: SchedulerConfig) -> dict[str, int | str]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
-        "max_queued_requests": min(config.max_queued_requests, 2**31),
         "page_size": config.page_size,
         "num_pages": config.num_pages - 1,
         "policy": config.policy,

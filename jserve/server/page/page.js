@@ -10,7 +10,7 @@ const MAX_DOUBLINGS = 3; // of that, after failures in a row
 const ANSWER_WITHIN_MS = 8000;
 const MAX_STEPS = 512;
 const IDLE_AFTER_S = 2;
-const MAX_GAP_NAMED = 3; // classes that are named in a tip
+const MAX_NAMED = 3; // classes that are named in a tip
 
 const byId = (id) => document.getElementById(id);
 const STEP_CHARTS = ["steps", "times", "pages", "queue"].map(byId);
@@ -62,10 +62,8 @@ async function poll() {
 }
 
 function take(state) {
-  if (state.model && state.model !== model) {
-    model = state.model;
-    byId("model").textContent = model;
-  }
+  model = state.model || model;
+  byId("model").textContent = model;
   if (state.activity) {
     const isAnother = activity && activity.started !== state.activity.started;
     if (isAnother && state.activity.seq >= activity.seq) activity = null; // ask for all of it
@@ -128,6 +126,7 @@ function draw() {
     charts.drawDistribution(byId(kind), counts, bounds, targets, colours);
     panels.showLatency(kind, activity.latency);
   }
+  panels.showLimits(activity.limits);
   panels.showTiles(activity, steps);
   panels.showPages(activity.pages);
   panels.showClasses(activity.classes);
@@ -162,12 +161,12 @@ function describe(step) {
   const named = activity.classes
     .map((name, index) => [panels.className(name), step.waiting[index]])
     .filter(([, count]) => count)
-    .slice(0, MAX_GAP_NAMED)
+    .slice(0, MAX_NAMED)
     .map(([name, count]) => `${name} ${count}`);
   return [
     `step ${step.number}: ${charts.ms(step.step_s)}, bucket of ${step.bucket_tokens}`,
-    `${step.decode_rows} decode rows, ${step.prefill_tokens} prompt tokens in ${step.chunks} chunks, ` +
-      `${padding} padding`,
+    `${step.decode_rows} decode rows, ${step.prefill_tokens} prompt tokens in ${step.chunks} ` +
+      `chunk${step.chunks === 1 ? "" : "s"}, ${padding} padding`,
     `pages: ${step.pages_used} used, ${step.pages_cached} cached, ${step.pages_free} free`,
     `${step.running} running, ${waiting} waiting${named.length ? ` (${named.join(", ")})` : ""}`,
     ...(step.preemptions ? [`${step.preemptions} preempted`] : []),

@@ -17,6 +17,15 @@ function element(tag, className, ...children) {
 
 export const className = (name) => name || "no class";
 
+export function showLimits(limits) {
+  const { max_num_seqs: slots, max_num_batched_tokens: budget, page_size: size } = limits;
+  text(
+    "limits",
+    `${count(slots)} slots · ${count(budget)} tokens a step · ${count(limits.num_pages)} pages of ` +
+      `${size} tokens · policy ${limits.policy}`,
+  );
+}
+
 export function showTiles(activity, steps) {
   const { limits, latency, now_s: now } = activity;
   const recent = steps.filter((step) => step.t_s > now - RATE_WINDOW_S);

@@ -7,7 +7,8 @@ const byId = (id) => document.getElementById(id);
 let running = null; // the AbortController of the answer that comes
 
 export function setUpPrompt(getModel) {
-  const names = [...LATE_MS.map((limit) => `< ${limit}`), `≥ ${LATE_MS.at(-1)} ms`];
+  const names = LATE_MS.map((limit, index) => `${index ? "" : "latency of a token "}< ${limit} ms`);
+  names.push(`≥ ${LATE_MS.at(-1)} ms`);
   byId("latencies").replaceChildren(...names.map((name, index) => {
     const item = document.createElement("li");
     const swatch = document.createElement("i");
