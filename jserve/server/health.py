@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
+
+from jserve.server.rpc import Context, add_service
 
 HEALTH_SERVICE = health.SERVICE_NAME
 POLL_INTERVAL_S = 0.25  # how late a Watch may hear of a change
@@ -43,11 +45,20 @@ class EngineHealth(health.aio.HealthServicer):
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+        self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
         await self.refresh()
         return await super().Check(request, context)
 
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: Context
+    ) -> health_pb2.HealthListResponse:
+        await self.refresh()
+        status = _Status.SERVING if self._shown else _Status.NOT_SERVING
+        return health_pb2.HealthListResponse(
+            statuses={name: _Status(status=status) for name in self._services}
+        )
+
 
 def add_health(servicer: EngineHealth, server: grpc.aio.Server) -> None:
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    add_service(server, health_pb2.DESCRIPTOR.services_by_name["Health"], servicer)

@@ -25,7 +25,8 @@ def add_service(
     server: grpc.aio.Server, service: ServiceDescriptor, implementation: object
 ) -> None:
     """Registers the methods that `implementation` has by the service's names: coroutines, or
-    asynchronous generators where the answer is a stream. What they raise becomes a status.
+    asynchronous generators where the answer is a stream, unless they write it to the context. What
+    they raise becomes a status.
 
     By the descriptor, as generated code cannot answer bytes that do not parse with
     INVALID_ARGUMENT.
@@ -60,9 +61,17 @@ def _handler(method: MethodDescriptor, answer: Callable[..., Any]) -> grpc.RpcMe
         except Exception as error:
             await end_with_status(context, error)
 
+    async def written(data: bytes, context: Context) -> None:
+        try:
+            await answer(parsed(data), context)
+        except Exception as error:
+            await end_with_status(context, error)
+
     serializer = GetMessageClass(method.output_type).SerializeToString
     if inspect.isasyncgenfunction(answer):
         return grpc.unary_stream_rpc_method_handler(stream, response_serializer=serializer)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(written, response_serializer=serializer)
     return grpc.unary_unary_rpc_method_handler(unary, response_serializer=serializer)
 
 

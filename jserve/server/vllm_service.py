@@ -31,6 +31,7 @@ from jserve.server.vllm_wire import (
 VLLM_ENGINE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 VLLM_SERVICE = VLLM_ENGINE.full_name
 CHUNK_BYTES = 2**16  # of a tokenizer's archive
+MAX_SEQUENCE = 2**63  # leaves room to count on from it
 
 
 class VllmService:
@@ -136,6 +137,11 @@ class VllmService:
     ) -> AsyncIterator[common.KvEventBatch]:
         """Begins, whatever number the subscriber knows, with `cleared` and all that is cached."""
         self._check_open("SubscribeKvEvents")
+        if message.start_sequence_number > MAX_SEQUENCE:
+            raise InvalidRequest(
+                f"start_sequence_number={message.start_sequence_number} is above {MAX_SEQUENCE}, "
+                "so no number of this server's; use 0"
+            )
         async with aclosing(self._front.engine.kv_events()) as batches:
             async for part in kv_messages(batches, message.start_sequence_number):
                 yield part

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -258,5 +259,14 @@ def refuse_unknown_fields(message: Message) -> None:
         )
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
-            for part in value if field.is_repeated else (value,):
+            for part in _messages_in(field, value):
                 refuse_unknown_fields(part)
+
+
+def _messages_in(field: FieldDescriptor, value: Any) -> Iterable[Message]:
+    if not field.is_repeated:
+        return (value,)
+    if not field.message_type.GetOptions().map_entry:
+        return value
+    holds_messages = field.message_type.fields_by_name["value"].type == field.TYPE_MESSAGE
+    return value.values() if holds_messages else ()

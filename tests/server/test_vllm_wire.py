@@ -36,17 +36,15 @@ def test_a_zero_with_presence_means_zero():
 
 
 def test_every_field_of_sampling_arrives():
-    got = sampling_from_vllm(
-        pb.SamplingParams(
-            **{"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "seed": -4},
-            **{"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5},
-            **{"max_tokens": 9, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0},
-            **{"stop": ["a", "b"], "stop_token_ids": [5], "logit_bias": {6: -1.5}},
-            **{"skip_special_tokens": True, "include_stop_str_in_output": True},
-            regex="x+",
-        )
+    given = pb.SamplingParams(
+        **{"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "seed": -4},
+        **{"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5},
+        **{"max_tokens": 9, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0},
+        **{"stop": ["a", "b"], "stop_token_ids": [5], "logit_bias": {6: -1.5}},
+        **{"skip_special_tokens": True, "include_stop_str_in_output": True},
+        regex="x+",
     )
-    assert got == SamplingParams(
+    assert request_from_vllm(asking(sampling_params=given)).sampling == SamplingParams(
         **{"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "seed": -4},
         **{"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5},
         **{"max_tokens": 9, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0},
