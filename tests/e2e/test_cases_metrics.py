@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jserve.messages import GenerateRequest
+from jserve.sampling_params import SamplingParams
 from tests.e2e.real_engine import (
     PAGE,
     arranged,
@@ -86,6 +87,21 @@ def test_O94_first_tokens_and_finished_requests_are_each_counted_once():
     assert sum(counts.values()) == value(engine, "e2e_latency_seconds_count") == 50
     assert 0 < counts["abort"] <= 10
     assert counts["abort"] + counts["length"] == 50
+
+
+def test_O94_each_of_two_choices_counts_as_one_and_their_prompt_once():
+    engine = arranged()
+    for i in range(3):
+        message = GenerateRequest(
+            prompt_token_ids=prompt_of(40, i), sampling=SamplingParams(n=2, max_tokens=5)
+        )
+        engine.add(message)
+    run(engine)
+    assert value(engine, "prompt_tokens_total") == 3 * 40
+    for name in ("time_to_first_token", "e2e_latency", "prefill_time", "decode_time"):
+        assert value(engine, f"{name}_seconds_count") == 6
+    assert sum(finished(engine).values()) == 6
+    assert value(engine, "request_output_tokens_sum") == value(engine, "output_tokens_total")
 
 
 async def test_O95_disconnects_are_counted_as_aborts_and_as_nothing_else():

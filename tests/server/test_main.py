@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from jserve.errors import EngineDead
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from tests.server.conftest import TIMEOUT_S
+from tests.server.otlp_collector import collector
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +197,21 @@ async def test_the_metrics_endpoint_exports_the_engines_registry(unused_tcp_port
         assert "jserve_compilations_after_warmup_total 0.0" in page
         server.terminate()
         assert await server.exit_code() == 0
+
+
+async def test_the_access_log_and_the_last_spans_are_complete_when_the_process_ends(tmp_path):
+    log = tmp_path / "access.log"
+    with collector() as (endpoint, received):
+        async with started(f"--access_log={log}", f"--otlp_endpoint={endpoint}") as server:
+            await server.load()
+            await server.logged("ready:")
+            async with GenerateClient(server.target) as client:
+                await client.generate(GenerateRequest(prompt="x", request_id="last"))
+            server.terminate()
+            assert await server.exit_code() == 0
+    [line] = map(json.loads, log.read_text().splitlines())
+    assert (line["request_id"], line["code"]) == ("last", "OK")
+    assert [path for path, _, body in received if b"last" in body] == ["/v1/traces"]
 
 
 def test_the_server_does_not_import_jax():

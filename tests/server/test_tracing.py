@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -20,6 +18,7 @@ from jserve.server.caller import Caller
 from jserve.server.front import Call, CallRecord, Front
 from jserve.server.tracing import Tracing
 from tests.server.fake_engine import FakeEngine
+from tests.server.otlp_collector import collector
 
 memory = pytest.importorskip(
     "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="needs the extra jserve[otel]"
@@ -127,28 +126,14 @@ def test_a_request_whose_reader_left_tells_what_came_until_then():
     assert span.attributes["gen_ai.response.time_to_first_chunk"] == 0.75
 
 
-class _Collector(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.received.append((self.path, self.headers["content-type"], body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
-
-
 def test_spans_reach_a_collector_over_http_before_the_end():
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    collector = HTTPServer(("127.0.0.1", 0), _Collector)
-    collector.received = []
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    logs = CallLogs(LogSettings(otlp_endpoint=f"http://127.0.0.1:{collector.server_port}"), "tiny")
-    asyncio.run(_generate(logs))
-    logs.close()
-    collector.shutdown()
-    collector.server_close()
-    [(path, content_type, body)] = collector.received
+    with collector() as (endpoint, received):
+        logs = CallLogs(LogSettings(otlp_endpoint=endpoint), "tiny")
+        asyncio.run(_generate(logs))
+        logs.close()
+    [(path, content_type, body)] = received
     assert (path, content_type) == ("/v1/traces", "application/x-protobuf")
     [resource] = ExportTraceServiceRequest.FromString(body).resource_spans
     service = {a.key: a.value.string_value for a in resource.resource.attributes}
