@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
     """Returns a warm engine in a thread of its own. Raises what `build_engine` does."""
-    profiler = Profiler(config.log.profile_dir) if config.log.profile_dir else None
+    profiler = Profiler(config.server.profile_dir) if config.server.profile_dir else None
     limits = config.server
     return AsyncEngine(
         build_engine(config),

@@ -102,6 +102,9 @@ class ServerSettings:
     max_open_streams: int = 4096  # calls at once, of all callers
     max_unread_updates: int = 4096  # of one stream, whose reader is then given up
     enable_cache_service: bool = False  # reset and KV events, for operators and routers
+    access_log: str = ""  # file with a record per call; "-": standard output; "": none
+    otlp_endpoint: str = ""  # OpenTelemetry collector that gets spans; "": none
+    profile_dir: str = ""  # where /debug/profile writes; "": it is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +121,6 @@ class LogSettings:
     step_log: str = ""  # file with a record per step; "": none
     request_log: str = ""  # file with a record per ended request; "": none
     request_log_prompts: bool = False  # with their token ids
-    access_log: str = ""  # file with a record per call; "-": standard output; "": none
-    otlp_endpoint: str = ""  # OpenTelemetry collector that gets spans; "": none
-    profile_dir: str = ""  # where /debug/profile writes; "": it is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

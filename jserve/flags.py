@@ -114,6 +114,11 @@ HELP: dict[str, dict[str, str]] = {
         "is aborted.",
         "enable_cache_service": "Serve jserve.v1.CacheService: reset of the prefix cache, and its "
         "events, which show the tokens of every prompt to whoever can connect.",
+        "access_log": "File to which each call adds one line of JSON, without any prompt; -: "
+        "standard output; empty: none.",
+        "otlp_endpoint": "OpenTelemetry collector that gets a span of each request, such as "
+        "http://localhost:4318 (needs the extra jserve[otel]); empty: none.",
+        "profile_dir": "Folder for the traces of /debug/profile; empty: it is refused.",
     },
     "security": {
         "insecure": "Listen on addresses beyond this machine without TLS and keys.",
@@ -129,11 +134,6 @@ HELP: dict[str, dict[str, str]] = {
         "step_log": "File for one record per step, replaced at each start; empty: none.",
         "request_log": "File to which each ended request adds one record; empty: none.",
         "request_log_prompts": "Write the prompts' token ids to --request_log.",
-        "access_log": "File to which each call adds one line of JSON, without any prompt; -: "
-        "standard output; empty: none.",
-        "otlp_endpoint": "OpenTelemetry collector that gets a span of each request, such as "
-        "http://localhost:4318 (needs the extra jserve[otel]); empty: none.",
-        "profile_dir": "Folder for the traces of /debug/profile; empty: it is refused.",
     },
 }
 SECTIONS = tuple(HELP)

@@ -25,11 +25,12 @@ Messages = Sequence[Mapping[str, Any]]
 def engine_config(**flags: Any) -> EngineConfig:
     """Builds an EngineConfig from flat names: `engine_config(model="smollm2-135m", page_size=16)`.
 
-    Every field of every section of jserve/config.py is a name here, except the server's: there is
-    no server. Raises ConfigError for an unknown name, listing near ones, and for a wrong type.
+    Every field of every section of jserve/config.py is a name here, except the server's and those
+    of its security: there is no server. Raises ConfigError for an unknown name, listing near ones,
+    and for a wrong type.
     """
     sections = typing.get_type_hints(EngineConfig)
-    del sections["server"]
+    del sections["server"], sections["security"]
     owner = {f.name: name for name, cls in sections.items() for f in dataclasses.fields(cls)}
     chosen: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for name, value in flags.items():

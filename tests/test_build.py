@@ -130,8 +130,11 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded():
 
 
 def test_a_folder_for_profiles_that_cannot_be_made_is_refused_before_anything_is_loaded():
+    config = EngineConfig(
+        model=ModelSettings(model="/no model"), server=ServerSettings(profile_dir="/dev/null/x")
+    )
     with pytest.raises(ConfigError, match="--profile_dir=/dev/null/x cannot be made"):
-        build.build_async_engine(engine_config(model="/no model", profile_dir="/dev/null/x"))
+        build.build_async_engine(config)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

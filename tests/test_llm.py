@@ -226,8 +226,9 @@ def test_flat_settings_reach_their_sections():
 def test_an_unknown_setting_lists_near_ones():
     with pytest.raises(ConfigError, match="max_num_seqs"):
         engine_config(max_num_seq=8)
-    with pytest.raises(ConfigError, match="port"):
-        engine_config(port=80)  # a server's setting: nothing here would listen
+    for setting in ({"port": 80}, {"access_log": "-"}, {"api_keys": "keys.json"}):
+        with pytest.raises(ConfigError, match="unknown engine setting"):
+            engine_config(**setting)  # a server's: nothing here would listen
     with pytest.raises(ConfigError, match="must be of type int"):
         engine_config(max_num_seqs="8")
 

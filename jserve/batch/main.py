@@ -94,7 +94,7 @@ def _run_from_flags() -> int:
 
 def run() -> NoReturn:
     """Console command `jserve-batch`."""
-    define_flags([section for section in SECTIONS if section != "server"])
+    define_flags([section for section in SECTIONS if section not in ("server", "security")])
     flags.DEFINE_string("input", None, "JSON lines to answer: OpenAI batch lines or short ones.")
     flags.DEFINE_string("output", None, "Where the answers go; also the journal to resume from.")
     flags.DEFINE_enum("order", Order.INPUT, list(Order), "Order of the answers.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from jserve.config import LogSettings
+from jserve.config import ServerSettings
 from jserve.server.access_log import AccessLog, GrpcAccessLog, HttpAccessLog
 from jserve.server.front import Observer
 from jserve.server.tracing import Tracing, otlp_exporter
@@ -23,7 +23,7 @@ class CallLogs:
       ConfigError: the access log cannot be written, or spans cannot be sent.
     """
 
-    def __init__(self, settings: LogSettings, model: str) -> None:
+    def __init__(self, settings: ServerSettings, model: str) -> None:
         self._log = AccessLog(settings.access_log) if settings.access_log else None
         self._tracing: Tracing | None = None
         if settings.otlp_endpoint:

@@ -69,7 +69,7 @@ async def serve(
       ConfigError: an address cannot be bound, or a log not be written.
       Exception: whatever `engine_factory` raises.
     """
-    logs = CallLogs(config.log, _name(config))
+    logs = CallLogs(config.server, _name(config))
     try:
         await _serve(config, engine_factory, signals, logs)
     finally:

@@ -11,7 +11,7 @@ import aiohttp
 import grpc
 import pytest
 
-from jserve.config import LogSettings, ServerSettings
+from jserve.config import ServerSettings
 from jserve.errors import InvalidRequest, Overloaded, RequestFailed, Unauthenticated
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
@@ -126,7 +126,7 @@ class AdasGate:
 @asynccontextmanager
 async def both_servers(path: Path, gate: Gate | None = None):
     """gRPC and HTTP as main.py starts them, with an access log."""
-    logs = CallLogs(LogSettings(access_log=str(path)), "fake")
+    logs = CallLogs(ServerSettings(access_log=str(path)), "fake")
     front, settings = Front(gate, logs.observers), ServerSettings(port=0, http_port=0)
     health = EngineHealth(lambda: front.is_ready, [SERVICE])
     server, port = create_server(settings, front, health, logs.interceptors)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jserve.config import LogSettings
+from jserve.config import ServerSettings
 from jserve.errors import ConfigError, InvalidRequest, RequestFailed
 from jserve.messages import GenerateRequest, Timings, Usage
 from jserve.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ def test_spans_reach_a_collector_over_http_before_the_end():
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     with collector() as (endpoint, received):
-        logs = CallLogs(LogSettings(otlp_endpoint=endpoint), "tiny")
+        logs = CallLogs(ServerSettings(otlp_endpoint=endpoint), "tiny")
         asyncio.run(_generate(logs))
         logs.close()
     [(path, content_type, body)] = received
@@ -154,7 +154,7 @@ async def _generate(logs: CallLogs) -> None:
 
 def test_a_collector_that_is_not_there_holds_up_the_end_no_longer_than_it_may(monkeypatch):
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
-    logs = CallLogs(LogSettings(otlp_endpoint="http://127.0.0.1:9"), "tiny")
+    logs = CallLogs(ServerSettings(otlp_endpoint="http://127.0.0.1:9"), "tiny")
     logs.observers[0](ended())
     begin = time.monotonic()
     logs.close()
@@ -164,10 +164,10 @@ def test_a_collector_that_is_not_there_holds_up_the_end_no_longer_than_it_may(mo
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://host:4317", "http://"])
 def test_an_endpoint_that_is_no_url_is_a_config_error(endpoint):
     with pytest.raises(ConfigError, match="otlp_endpoint"):
-        CallLogs(LogSettings(otlp_endpoint=endpoint), "tiny")
+        CallLogs(ServerSettings(otlp_endpoint=endpoint), "tiny")
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'jserve\[otel\]'"):
-        CallLogs(LogSettings(otlp_endpoint="http://localhost:4318"), "tiny")
+        CallLogs(ServerSettings(otlp_endpoint="http://localhost:4318"), "tiny")
