@@ -1,5 +1,5 @@
-"""/tokenize and /detokenize: text or a chat to token ids, and back. Knows bodies: the tokenizer is
-the engine's, and so are the checks.
+"""/tokenize, /detokenize and /tokenizer_info: text or a chat to token ids, and back. Knows bodies:
+the tokenizer is the engine's, and so are the checks.
 
 Source: vLLM's endpoints of these names, whose fields these are.
 """
@@ -28,6 +28,7 @@ def routes(front: Front) -> list[Route]:
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
     ]
 
 
@@ -43,6 +44,12 @@ async def detokenize(request: Request) -> Response:
     processor = front_of(request).engine.processor
     body = await read_json(request, dict)
     return await unless_gone(request, asyncio.to_thread(_detokenized, body, processor))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template, for clients that render chats themselves."""
+    call_of_http(request)
+    return JsonResponse(front_of(request).engine.processor.tokenizer.settings())
 
 
 def _tokenized(body: dict[str, Any], processor: InputProcessor) -> Response:

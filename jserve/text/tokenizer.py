@@ -144,10 +144,10 @@ class Tokenizer:
     def _text_of(self, token_id: int | None) -> str:
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""
 
-    def files(self) -> dict[str, str]:
-        """Returns what Hugging Face's libraries need to make the same of texts and chats: a text
-        for each file name, wherever this tokenizer came from."""
-        settings = {
+    def settings(self) -> dict[str, Any]:
+        """Returns what Hugging Face's libraries call a tokenizer's config; None for what it has
+        not."""
+        return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self.bos_token or None,
             "eos_token": self.eos_token or None,
@@ -155,10 +155,14 @@ class Tokenizer:
             "chat_template": self.chat_template,
             "clean_up_tokenization_spaces": False,
         }
+
+    def files(self) -> dict[str, str]:
+        """Returns what Hugging Face's libraries need to make the same of texts and chats: a text
+        for each file name, wherever this tokenizer came from."""
         return {
             "tokenizer.json": self._backend.to_str(),
             "tokenizer_config.json": json.dumps(
-                {name: value for name, value in settings.items() if value is not None}
+                {name: value for name, value in self.settings().items() if value is not None}
             ),
         }
 
