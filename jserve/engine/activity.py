@@ -133,6 +133,7 @@ class Activity:
             },
             "latency": self._latency(at),
             "limits": _limits(scheduler.config),
+            "budget": scheduler.budgeter.last_budget._asdict(),  # of the last step
         }
 
     def _requests(self, now: float) -> list[dict[str, Any]]:

@@ -75,6 +75,7 @@ def test_requests_and_queues_are_told_by_class_and_tenant():
     assert a["computed_tokens"] == 12 + a["output_tokens"]  # the last one is in flight
     assert a["age_s"] == 2.0
     assert snapshot["classes"] == ["", "chat", "batch"]
+    assert snapshot["budget"]["max_running"] == snapshot["limits"]["max_num_seqs"] == 2
     assert steps_of(snapshot)[-1]["waiting"] == [0, 0, 3]
     assert [(q["class"], q["tenant"], q["requests"], q["tokens"]) for q in snapshot["queue"]] == [
         ("batch", "free", 2, 24),

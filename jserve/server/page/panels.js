@@ -35,7 +35,9 @@ export function showTiles(activity, steps) {
   text("tile-output", count(rate("decode_rows")));
   text("tile-prompts", count(rate("prefill_tokens")));
   text("tile-running", count(activity.running));
-  text("tile-slots", `of ${limits.max_num_seqs}`);
+  const { max_running: cap, reason } = activity.budget;
+  const held = cap < limits.max_num_seqs ? `, held to ${cap}: ${reason}` : "";
+  text("tile-slots", `of ${limits.max_num_seqs}${held}`);
   const waiting = activity.queue.reduce((sum, queue) => sum + queue.requests, 0);
   text("tile-waiting", count(waiting));
   const oldest = Math.max(0, ...activity.queue.map((queue) => queue.oldest_s));
