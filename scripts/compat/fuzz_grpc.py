@@ -6,6 +6,7 @@ scripts/compat/fuzz_grpc.py --num_calls=10000. Without --target, of a tiny model
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 import time
@@ -39,7 +40,7 @@ async def serving() -> AsyncIterator[str]:
             server = await asyncio.create_subprocess_exec(
                 *(sys.executable, ROOT / "scripts" / "serve.py", f"--model={name}", *FLAGS),
                 "--enable_cache_service",
-                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stderr=file,
             )
         try:
