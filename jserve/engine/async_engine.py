@@ -323,9 +323,12 @@ def _takes_long(message: GenerateRequest) -> bool:
 
 
 def _forces_call(message: GenerateRequest) -> bool:
-    """Whether tools may make a grammar, which then is mostly a new one."""
-    is_strict = any(tool.get("function", {}).get("strict") for tool in message.tools or ())
-    return bool(message.tools) and (message.tool_choice not in (None, "none", "auto") or is_strict)
+    """Whether tools may make a grammar, which then is mostly a new one. They are unchecked yet: of
+    whatever form the caller gave them."""
+    tools = message.tools if isinstance(message.tools, (list, tuple)) else ()
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    is_strict = any(isinstance(f, dict) and f.get("strict") for f in functions)
+    return bool(tools) and (message.tool_choice not in (None, "none", "auto") or is_strict)
 
 
 def _settle(call: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:

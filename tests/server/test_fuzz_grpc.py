@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import grpc
+import pytest
+
 from jserve.bench.fuzz import EXAMPLES, Fuzzer
 from jserve.server.grpc_service import ENGINE_SERVICES
+from jserve.server.proto import generate_pb2 as pb
 from tests.e2e.real_engine import arranged, serving_real
-from tests.server.conftest import Served
+from tests.server.conftest import TIMEOUT_S, Served
+from tests.server.test_grpc_service import status_of
 
 NUM_CALLS = 300
 
@@ -36,3 +41,13 @@ async def test_a_fault_of_the_server_is_a_surprise(monkeypatch):
         monkeypatch.setattr("jserve.server.jetstream_service.request_from_jetstream", broken)
         fuzzer = await fuzzed(s)
     assert any("Orchestrator.Decode: INTERNAL" in surprise for surprise in fuzzer.surprises)
+
+
+@pytest.mark.parametrize("tools", ['{"type": "array"}', "5", '["a"]', '[{"function": 5}]'])
+async def test_tools_of_any_form_are_judged_and_no_fault(tools):
+    """What the random calls have found."""
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")], tools=tools)
+    async with serving_real(arranged("sixteen")) as s:
+        status = await status_of(s.stub.Generate(pb.GenerateRequest(chat=chat), timeout=TIMEOUT_S))
+    assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "tools" in status.details()
