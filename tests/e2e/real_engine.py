@@ -7,6 +7,7 @@ shrink: the compiled steps hold any smaller number of pages, rows and tokens.
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -51,19 +52,34 @@ WALKS = (
     ("D", "ABX", "DEX", "GHX", "JX.", "KLX"),
     ("0", *"123456789", ";"),
 )
+# One that thinks, says something and calls add(a=12), and its template, whose answers begin at "T".
+CALL_WALK = (
+    *("T", "<think>", "Hm, ", "hm.", "</think>", "Sure", ": ", "<tool_call>", '\n{"name": '),
+    *('"add", ', '"arguments": ', '{"a": ', "12", "}}", "\n</tool_call>", EOS[0]),
+)
+CALL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls | tojson }}</tool_call>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}T{% endif %}{# arguments </think> #}"
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @cache
 def model(kind: str) -> TinyModel:
-    """The "chain" or the "random" model; "sixteen" and "invariant", random ones with EOS ids and
-    more rows; or "poisoned", a random one with tokens that break it. Its folder lives as long as
-    the process."""
+    """The "chain", the "caller" or the "random" model; "sixteen" and "invariant", random ones with
+    EOS ids and more rows; or "poisoned", a random one with tokens that break it. Its folder lives
+    as long as the process."""
     folder = tempfile.TemporaryDirectory(prefix="jserve-tiny-")
     _folders.append(folder)
     path = Path(folder.name)
     if kind == "chain":
         return write_chain_model(path, WALKS, special=(*EOS, END_OF_TURN), eos=EOS)
+    if kind == "caller":
+        caller = write_chain_model(path, [CALL_WALK], special=EOS[:1], eos=EOS[:1])
+        settings = json.dumps({"chat_template": CALL_TEMPLATE})
+        (path / "tokenizer_config.json").write_text(settings)
+        return caller
     if kind == "poisoned":
         return write_random_model(path, poison=POISON)
     if kind in ("sixteen", "invariant"):
