@@ -96,7 +96,7 @@ def _bound(host: str, port: int) -> list[socket.socket]:
                     dualstack_ipv6=family == socket.AF_INET6 and len(families) == 1,
                 )
             )
-            # Those accepted inherit it. asyncio would see to it, but not for sockets without a named
+            # Those accepted inherit it. asyncio would do it, but not for sockets without a named
             # protocol; then each answer's second packet waits 40 ms for the first one's receipt.
             sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             port = sockets[0].getsockname()[1]
