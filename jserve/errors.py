@@ -89,3 +89,14 @@ def let_go(error: BaseException) -> None:
     a server has answered often stays in a cycle of references until the collector finds it."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
+
+
+def trace_of(error: BaseException | None) -> str:
+    """Returns where an error and its causes were raised, and what kinds they are, for a log. Not
+    their own words: those may quote what a caller sent."""
+    parts = []
+    while error is not None:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        parts.append(f"{type(error).__name__}, raised at\n{frames}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "because of ".join(parts)

@@ -22,7 +22,7 @@ from jserve.server import (
     openapi,
 )
 from jserve.server.front import Front
-from jserve.server.http_errors import ClientGone, error_response, on_error
+from jserve.server.http_errors import ClientGone, Faults, error_response, on_error
 from jserve.server.http_guard import HttpGuard
 
 # What each part of the API adds, in order of matching.
@@ -42,7 +42,7 @@ def make_app(
     front: Front, settings: ServerSettings, *, extra_routes: Sequence[Route] = ()
 ) -> Starlette:
     """Returns the HTTP API over the engine behind `front`, as an ASGI application."""
-    kinds = (JserveError, HTTPException, ClientGone, RecursionError, Exception)
+    kinds = (JserveError, HTTPException, ClientGone, RecursionError)
     app = Starlette(
         routes=[*(route for routes in ROUTES for route in routes(front)), *extra_routes],
         exception_handlers=dict.fromkeys(kinds, on_error),
@@ -50,6 +50,7 @@ def make_app(
     app.state.front = front
     app.state.settings = settings
     app.add_middleware(OpenCalls, limit=settings.max_open_streams)
+    app.add_middleware(Faults)
     app.add_middleware(HttpGuard, gate=front.gate, max_header_bytes=settings.max_header_bytes)
     return app
 

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jserve.errors import (
     InvalidRequest,
@@ -23,6 +24,7 @@ from jserve.errors import (
     Unauthenticated,
     UnknownModel,
     let_go,
+    trace_of,
     wire_code,
 )
 
@@ -74,7 +76,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, RecursionError):
         message = "the body is nested too deeply"
     elif not isinstance(error, (JserveError, ClientGone)):
-        logger.error("a call failed", exc_info=error)
+        logger.error("a call failed: %s", trace_of(error))
         message = f"internal error ({type(error).__name__}); the server's log has the details"
     if isinstance(error, UnknownModel):
         code = "model_not_found"
@@ -103,6 +105,33 @@ async def on_error(request: Request, error: Exception) -> Response:
     response = error_response(error)
     let_go(error)
     return response
+
+
+class Faults:
+    """Answers errors that no handler knows. Starlette's own handler of them raises them again, and
+    uvicorn logs their words, which may quote a prompt."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            if not has_begun:
+                response = error_response(error)
+                let_go(error)
+                await response(scope, receive, send)
+                return
+            logger.error("an answer broke off: %s", trace_of(error))
+            raise RuntimeError("an answer broke off") from None  # has uvicorn close the connection
 
 
 class JsonResponse(Response):

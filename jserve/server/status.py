@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import grpc
 
-from jserve.errors import Overloaded, let_go, wire_code
+from jserve.errors import Overloaded, let_go, trace_of, wire_code
 
 MAX_DETAIL_CHARS = 1000  # a status travels in trailers, which peers limit to 8 KiB in all
 
@@ -22,7 +22,7 @@ async def end_with_status(context: grpc.aio.ServicerContext, error: Exception) -
     code = grpc.StatusCode[wire_code(error).grpc]
     details = str(error)
     if code is grpc.StatusCode.INTERNAL:
-        logger.error("a call failed", exc_info=error)
+        logger.error("a call failed: %s", trace_of(error))
         details = f"internal error ({type(error).__name__}); the server's log has the details"
     if len(details) > MAX_DETAIL_CHARS:
         details = details[:MAX_DETAIL_CHARS] + "..."
