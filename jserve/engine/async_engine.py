@@ -26,6 +26,7 @@ from scheduler.request import FinishReason
 
 log = logging.getLogger(__name__)
 
+ENGINE_THREAD = "jserve-engine"
 INLINE_CHARS = 2_000  # longer prompts are prepared in a thread, so that streams keep flowing
 GRAMMAR_THREADS = 2
 MAX_WAITING_GRAMMARS = 64
@@ -77,7 +78,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
     @property

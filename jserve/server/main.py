@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from absl import app, flags
 
 from jserve.config import EngineConfig, ServerSettings
+from jserve.engine.async_engine import ENGINE_THREAD
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import config_from_flags, define_flags, list_in_help
 from jserve.server.call_logs import CallLogs
@@ -204,13 +205,15 @@ def main(argv: Sequence[str], engine_factory: Callable[[EngineConfig], Engine] =
         asyncio.run(_serve_until_signalled(config_from_flags(), engine_factory))
     except JserveError as error:
         sys.exit(f"jserve-serve: {error}")
-    _leave_build_thread_behind()
+    leave_threads_behind()
 
 
-def _leave_build_thread_behind() -> None:
-    """Ends the process, exit code 0, if the engine is still being built: a thread inside XLA
-    cannot be interrupted, and does not survive the interpreter's own shutdown."""
-    if any(thread.name == _BUILD_THREAD for thread in threading.enumerate()):
+def leave_threads_behind() -> None:
+    """Ends the process, exit code 0, if the engine is still being built, or its device does not
+    answer: a thread inside XLA cannot be interrupted, and does not survive the interpreter's own
+    shutdown."""
+    names = {_BUILD_THREAD, ENGINE_THREAD}
+    if any(thread.name in names for thread in threading.enumerate()):
         logging.shutdown()
         os._exit(0)
 

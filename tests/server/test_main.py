@@ -214,6 +214,20 @@ async def test_the_access_log_and_the_last_spans_are_complete_when_the_process_e
     assert [path for path, _, body in received if b"last" in body] == ["/v1/traces"]
 
 
+def test_a_device_that_does_not_answer_cannot_keep_the_process():
+    """Its thread may sit in a library that waits for it as the interpreter shuts down."""
+    code = """
+import atexit, logging, threading
+from jserve.engine.async_engine import ENGINE_THREAD
+from jserve.server.main import leave_threads_behind
+stuck = threading.Event()
+threading.Thread(target=stuck.wait, name=ENGINE_THREAD, daemon=True).start()
+atexit.register(stuck.wait)
+leave_threads_behind()
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S).returncode == 0
+
+
 def test_the_server_does_not_import_jax():
     code = "import sys, jserve.server.main, jserve.client; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
