@@ -53,29 +53,7 @@ class AccessLog:
         told = _told.get()
         if told is not None:
             told.append(record)
-        self._write(record, code_of(record))
-
-    def add(self, method: str, peer: str, began: float, code: WireCode) -> None:
-        """Writes a call that was no request: refused before it was one, or a question."""
-        self._lines.add(
-            _json(
-                {
-                    "time": _iso(began),
-                    "method": method,
-                    "peer": peer,
-                    "caller": admitted.get().name,
-                    "code": code.grpc,
-                    "status": code.http,
-                    "e2e_ms": _ms(time.time() - began),
-                }
-            )
-        )
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def _write(self, record: CallRecord, code: WireCode) -> None:
-        call, timings = record.call, record.timings
+        call, timings, code = record.call, record.timings, code_of(record)
         usage = Usage.of_choices(record.usages) if record.usages else None
         fields = {
             "time": _iso(record.began),
@@ -99,6 +77,25 @@ class AccessLog:
         }
         self._lines.add(_json(fields))
 
+    def add(self, method: str, peer: str, began: float, code: WireCode) -> None:
+        """Writes a call that was no request: refused before it was one, or a question."""
+        self._lines.add(
+            _json(
+                {
+                    "time": _iso(began),
+                    "method": method,
+                    "peer": peer,
+                    "caller": admitted.get().name,
+                    "code": code.grpc,
+                    "status": code.http,
+                    "e2e_ms": _ms(time.time() - began),
+                }
+            )
+        )
+
+    def close(self) -> None:
+        self._lines.close()
+
 
 class HttpAccessLog:
     """ASGI middleware that logs calls which end without a request's record."""
@@ -113,7 +110,7 @@ class HttpAccessLog:
             return
         told: list[CallRecord] = []
         token = _told.set(told)
-        began, status = time.time(), 500
+        began, status = time.time(), CANCELLED.http  # unless an answer begins
 
         async def noting(message: Message) -> None:
             nonlocal status

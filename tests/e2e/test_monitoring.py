@@ -147,6 +147,7 @@ async def load(served) -> None:
 
 
 @needs_prometheus
+@pytest.mark.slow
 async def test_a_real_prometheus_finds_data_for_each_panel_and_evaluates_each_rule(tmp_path):
     engine = arranged(num_pages=1 + 12, ttft_slo_s=10.0, itl_slo_s=10.0)
     cache = {"block_size": 16, "num_gpu_blocks": 12}
