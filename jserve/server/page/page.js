@@ -32,45 +32,50 @@ async function poll() {
   if (isPolling) return;
   isPolling = true;
   clearTimeout(timer);
+  const told = await ask();
+  isPolling = false;
+  numFailures = told ? 0 : numFailures + 1;
+  const delay = POLL_MS * 2 ** Math.min(numFailures, MAX_DOUBLINGS);
+  if (!document.hidden) timer = setTimeout(poll, delay);
+  if (told) take(told);
+}
+
+/** Returns the server's state; or null, and says why there is none. */
+async function ask() {
+  let answer, body;
   try {
-    const answer = await fetch(`/debug/state?since=${activity?.seq ?? 0}`, {
+    answer = await fetch(`/debug/state?since=${activity?.seq ?? 0}`, {
       cache: "no-store", signal: AbortSignal.timeout(ANSWER_WITHIN_MS),
     });
-    const body = await answer.json().catch(() => ({}));
-    downSince = null;
-    if (answer.ok) {
-      numFailures = 0;
-      take(body);
-    } else {
-      numFailures += 1;
-      const why = body.error?.message ?? `the server answered ${answer.status}`;
-      showStatus([401, 403].includes(answer.status) ? "refused" : "stuck", why);
-    }
-  } catch (error) {
-    console.warn(error);
-    numFailures += 1;
+    body = await answer.json();
+  } catch {
     downSince ??= new Date();
     showStatus(
       "disconnected",
       `No answer from the server since ${downSince.toLocaleTimeString()}. What is shown is the last ` +
         "that it told. Trying again.",
     );
+    return null;
   }
-  isPolling = false;
-  const delay = POLL_MS * 2 ** Math.min(numFailures, MAX_DOUBLINGS);
-  if (!document.hidden) timer = setTimeout(poll, delay);
+  downSince = null;
+  if (answer.ok) return body;
+  const why = body.error?.message ?? `the server answered ${answer.status}`;
+  showStatus([401, 403].includes(answer.status) ? "refused" : "stuck", why);
+  return null;
 }
 
 function take(state) {
   model = state.model || model;
   byId("model").textContent = model;
+  if (state.activity && activity && state.activity.started !== activity.started) {
+    const isPart = state.activity.seq >= activity.seq; // of another engine's steps: ask for all
+    steps = [];
+    activity = null;
+    if (isPart) return;
+  }
   if (state.activity) {
-    const isAnother = activity && activity.started !== state.activity.started;
-    if (isAnother && state.activity.seq >= activity.seq) activity = null; // ask for all of it
-    else {
-      keep(state.activity, isAnother);
-      redraw();
-    }
+    keep(state.activity);
+    redraw();
   }
   const lastStep = steps.at(-1);
   const idle = activity ? activity.now_s - (lastStep?.t_s ?? 0) : 0;
@@ -80,13 +85,13 @@ function take(state) {
   else showStatus("idle", "");
 }
 
-function keep(told, isAnother) {
+function keep(told) {
   const fields = told.step_fields;
   const added = told.steps.map((values, index) => ({
     number: told.seq - told.steps.length + 1 + index,
     ...Object.fromEntries(fields.map((field, i) => [field, values[i]])),
   }));
-  steps = [...(isAnother ? [] : steps), ...added].slice(-MAX_STEPS);
+  steps = [...steps, ...added].slice(-MAX_STEPS);
   activity = told;
 }
 

@@ -160,9 +160,10 @@ async def test_it_says_that_the_server_is_gone_and_goes_on_with_the_next_one(bro
         await tab.says("#banner", "No answer from the server since")
         other = AsyncEngine(arranged())
         s.front.open(other)
+        await s.client.generate(GenerateRequest(prompt_token_ids=[1, 2], sampling=greedy(5)))
         await tab.page.unroute("**/debug/state*")
+        await tab.says("#steps-count", "5 steps")
         await tab.says("#status", "idle")
-        await tab.says("#steps-from", "No steps yet")
         await other.drain(0)
         tab.problems = [text for text in tab.problems if "Failed to load resource" not in text]
     await engine.drain(0)
