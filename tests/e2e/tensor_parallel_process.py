@@ -1,7 +1,8 @@
 """Runs LLMs over emulated devices in a process of its own, as their number is fixed once jax has
 started: jobs come as JSON on stdin, what became of each goes as JSON to stdout.
 
-A job is {"settings": LLM's, "calls": [{"prompts": [ids, ...], "sampling": SamplingParams'}, ...]}.
+A job is {"settings": LLM's, "calls": [{"prompts": [ids, ...], "sampling": SamplingParams'}, ...]},
+and may have "embed", which maps a pooling to prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run_jobs(jobs: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-    """Returns per job {"error": text}, or {"calls": [[output, ...], ...], "shards": ...}.
+    """Returns per job {"error": text}, or {"calls": [[output, ...], ...], "shards": ...,
+    "embeddings": {pooling: [vector, ...]}}.
 
     An output is {"token_ids", "top"}: per token the [id, log-probability] pairs, where asked for.
     """
@@ -47,7 +49,11 @@ def _run_job(job: dict[str, Any]) -> dict[str, Any]:
             _outputs(llm.generate(call["prompts"], SamplingParams(**_fields(call["sampling"]))))
             for call in job["calls"]
         ]
-    return {"calls": calls, "shards": shards}
+        embeddings = {
+            pooling: [output.embedding.tolist() for output in llm.embed(prompts, pooling)]
+            for pooling, prompts in job.get("embed", {}).items()
+        }
+    return {"calls": calls, "shards": shards, "embeddings": embeddings}
 
 
 def _fields(sampling: dict[str, Any]) -> dict[str, Any]:

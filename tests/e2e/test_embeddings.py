@@ -26,7 +26,7 @@ from tests.e2e.real_engine import (
     tokens_of,
     value,
 )
-from tests.models.reference import reference_model
+from tests.models.reference import embeddings_of_transformers, reference_model
 
 POOLINGS = ("last", "mean")
 PROMPTS = [prompt_of(length, start=i) for i, length in enumerate((1, 2, 16, 17, 63, 64, 65, 150))]
@@ -75,25 +75,12 @@ def llama(servable):
     engine.close()
 
 
-def of_transformers(name: str, pooling: str) -> list[np.ndarray]:
-    """The embeddings that transformers' logits of a tiny model come from: its head has more rows
-    than columns, so that logits have one hidden state."""
-    model = reference_model(name)
-    head = np.asarray(model.params()["lm_head"], np.float64)
-    found = []
-    for sequence in model.sequences:
-        hidden = np.linalg.lstsq(head, sequence.logits.T.astype(np.float64))[0]
-        vector = hidden[:, -1] if pooling == "last" else hidden.mean(axis=1)
-        found.append(vector / np.linalg.norm(vector))
-    return found
-
-
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_embeddings_are_those_of_transformers(llama, pooling, chunk):
     prompts = [sequence.ids.tolist() for sequence in reference_model("llama").sequences]
     found = rearranged(llama, prefill_chunk=chunk).embed(prompts, pooling)
-    for output, expected in zip(found, of_transformers("llama", pooling), strict=True):
+    for output, expected in zip(found, embeddings_of_transformers("llama", pooling), strict=True):
         assert output.embedding.dtype == np.float32
         np.testing.assert_allclose(output.embedding, expected, rtol=0, atol=2e-5)
 

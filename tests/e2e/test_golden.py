@@ -7,6 +7,7 @@ a warning says where.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from jserve.build import build_engine
@@ -21,7 +23,7 @@ from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
 from jserve.offline import CompletionOutput, RequestDriver
 from jserve.sampling_params import SamplingParams
-from tests.conftest import golden
+from tests.conftest import DATA, golden
 from tests.e2e.conftest import rearranged
 from tests.e2e.tensor_parallel_process import run_jobs
 
@@ -237,3 +239,16 @@ def test_two_devices_give_the_same_tokens(real):
     pool = answer["shards"]["kv_pool"]
     assert pool["devices"] == 2
     assert pool["part"][3] == pool["whole"][3] // 2
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_of_texts_are_those_of_transformers(smollm2, pooling, chunk):
+    reference = json.loads((DATA / "embeddings" / "smollm2_135m.json").read_text())
+    llm = smollm2.arranged(chunk)
+    outputs = llm.embed(reference["texts"], pooling)
+    assert [output.prompt_token_ids for output in outputs] == reference["token_ids"]
+    found, expected = np.stack([output.embedding for output in outputs]), reference[pooling]
+    first = np.array(expected["first_dimensions"])
+    np.testing.assert_allclose(found[:, : first.shape[1]], first, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found @ found.T, expected["cosines"], rtol=0, atol=1e-5)

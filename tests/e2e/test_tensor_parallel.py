@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.builders import LLAMA, random_tensors, write_folder
 from tests.e2e.conftest import write_tokenizer
 from tests.e2e.tensor_parallel_process import run_jobs
-from tests.models.reference import reference_model
+from tests.models.reference import embeddings_of_transformers, reference_model
 
 pytestmark = pytest.mark.slow  # one process builds fifteen engines
 DEVICES = 4
@@ -45,6 +45,7 @@ IN_INT8 = {"quantization": "w8a8", "kv_cache_dtype": "int8"}
 OF_TRANSFORMERS = ("llama", "qwen3", "gemma3")
 SIZES = (1, 2, 4)
 BATCH_SIZES = (1, 3, 6)
+POOLINGS = ("last", "mean")
 NINE_HEADS = LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 
 
@@ -75,6 +76,9 @@ def answers(servable, tmp_path_factory):
             settings = {"model": str(folder), "tensor_parallel_size": size, **SETTINGS}
             settings |= IN_INT8 if name == "llama_in_int8" else {}
             jobs[name, size] = {"settings": settings, "calls": calls_for(name)}
+            if name == "llama":
+                prompts = [sequence.ids.tolist() for sequence in reference_model(name).sequences]
+                jobs[name, size]["embed"] = dict.fromkeys(POOLINGS, prompts)
     any_settings = jobs["llama", 1]["settings"]
     for size in (3, 5):
         settings = any_settings | {"tensor_parallel_size": size}
@@ -99,6 +103,14 @@ def test_the_tokens_are_those_of_transformers(answers, name, size):
     known = reference_model(name).sequences[1]
     [found] = tokens(answers[name, size])[-1]
     assert found == known.ids[known.num_prompt :].tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_embeddings_are_those_of_transformers(answers, pooling, size):
+    found = answers["llama", size]["embeddings"][pooling]
+    expected = embeddings_of_transformers("llama", pooling)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("size", SIZES)

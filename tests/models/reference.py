@@ -66,6 +66,19 @@ def reference_model(name: str) -> ReferenceModel:
     )
 
 
+def embeddings_of_transformers(name: str, pooling: str) -> list[np.ndarray]:
+    """Returns f64[D] of each sequence: that of the hidden states which its logits come from. The
+    head has more rows than columns, and no soft cap, so that there is one such state."""
+    model = reference_model(name)
+    head = np.asarray(model.params()["lm_head"], np.float64)
+    found = []
+    for sequence in model.sequences:
+        hidden = np.linalg.lstsq(head, sequence.logits.T.astype(np.float64))[0]
+        vector = hidden[:, -1] if pooling == "last" else hidden.mean(axis=1)
+        found.append(vector / np.linalg.norm(vector))
+    return found
+
+
 class Tokens(NamedTuple):
     """The part of a step's batch that the decoder reads."""
 

@@ -15,7 +15,13 @@ from jserve.runner.compile import compile_steps
 from jserve.runner.kv_cache import layout_of, make_pool
 from jserve.runner.mesh import make_mesh
 from jserve.runner.runner import Runner
-from jserve.runner.step import StepOptions, StepState, make_sampler_state, unpack
+from jserve.runner.step import (
+    StepOptions,
+    StepState,
+    make_row_sums,
+    make_sampler_state,
+    unpack,
+)
 from pallas_kernels import kv_layout
 from pallas_kernels.dispatch import Backend
 from scheduler import page_pool
@@ -171,6 +177,22 @@ def test_no_bucket_copies_the_pool():
     assert Bucket(1, 1, True) in programs.forward
     for bucket, program in programs.forward.items():
         assert program.memory_analysis().temp_size_in_bytes < state.kv_pool.nbytes / 4, bucket
+
+
+def test_row_sums_are_each_rows_own():
+    tokens = np.arange(12, dtype=np.float32).reshape(2, 6)
+    tokens[1, 4], tokens[0, 5] = np.nan, np.inf
+    found = jax.jit(make_row_sums(4))(tokens, np.array([1, 0, 1, -1, 3, -1], np.int32))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, [[1, 7], [2, 14], [0, 0], [np.nan, np.nan]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_row_sums_lose_no_more_than_float32_does(dtype):
+    tokens = jax.random.normal(jax.random.key(0), (8, 1024)).astype(dtype)
+    [found] = jax.jit(make_row_sums(1))(tokens, np.zeros(1024, np.int32))
+    expected = np.asarray(tokens, np.float64).sum(axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_scheduler_and_kernels_mean_the_same_null_page():

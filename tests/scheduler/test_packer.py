@@ -218,3 +218,26 @@ def test_prompt_pieces_name_the_token_after_each_of_theirs():
     again = plan_of(end)  # after a preemption: its prompt has been rated
     again.requests[0].num_output_tokens = 1
     assert list(make().pack(again).prompt_pieces) == []
+
+
+def test_pooled_rows_are_all_tokens_for_a_mean_and_the_end_of_the_prompt_for_the_last():
+    decoding = Row(0, [3], [21, 22], 2, 1, decodes=True)
+    plain = Row(1, [1], [31, 32], 0, 2)
+    middle = Row(2, [2], [41, 42, 43], 0, 2, samples=False, sampling={"pooling": "last"})
+    mean = Row(1, [1], [51, 52, 53], 1, 2, samples=False, sampling={"pooling": "mean"})
+    end = Row(2, [2], [61, 62, 63], 1, 2, samples=False, sampling={"pooling": "last"})
+    packer = make()
+    packed = packer.pack(plan_of(decoding, mean, end))
+    assert packed.pooled_rows.dtype == np.int32
+    assert len(packed.pooled_rows) == max(bucket.num_tokens for bucket in packer.buckets)
+    assert packed.pooled_rows.tolist() == [-1, 1, 1, -1, 2, -1, -1, -1]
+    assert packer.pack(plan_of(decoding, plain)).pooled_rows is None
+    assert packer.pack(plan_of(middle)).pooled_rows is None
+
+
+def test_a_pooled_row_of_one_token_keeps_the_states_of_tokens():
+    one = Row(0, [3], [21], 0, 1, samples=False, sampling={"pooling": "last"})
+    packed = make().pack(plan_of(one))
+    assert not packed.bucket.decode_only
+    assert packed.pooled_rows[:2].tolist() == [0, -1]
+    assert packed.sampling is None
