@@ -98,7 +98,9 @@ def output_of(request: GenerateRequest, updates: Sequence[RequestUpdate]) -> Req
         request_id=choices[0].request_id,
         prompt=request.prompt,
         prompt_token_ids=list(choices[0].prompt_token_ids),
-        outputs=[_completion(c, sampling.logprobs is not None) for c in choices],
+        outputs=[]
+        if request.pooling
+        else [_completion(c, sampling.logprobs is not None) for c in choices],
         prompt_logprobs=None
         if sampling.prompt_logprobs is None
         else list(choices[0].prompt_logprobs),

@@ -13,6 +13,8 @@ from jserve import sampling_params as limits
 
 Schema = dict[str, Any]
 
+MAX_EMBEDDING_INPUTS = 2048  # as at OpenAI
+
 
 def _number(low: float, high: float, **more: Any) -> Schema:
     return {"type": "number", "minimum": low, "maximum": high, **more}
@@ -160,6 +162,18 @@ TOKENIZE: dict[str, Schema] = {
 DETOKENIZE: dict[str, Schema] = {
     "model": TEXT,
     "tokens": {"type": "array", "items": TOKEN_ID},
+}
+EMBEDDINGS: dict[str, Schema] = {
+    "input": {
+        "anyOf": [
+            TEXT,
+            TOKEN_IDS,
+            _list({"anyOf": [TEXT, TOKEN_IDS]}, 1, MAX_EMBEDDING_INPUTS),
+        ]
+    },
+    "encoding_format": {"enum": ["float", "base64"]},
+    "dimensions": _integer(1),
+    "pooling": {"enum": ["last", "mean"]},
 }
 # They name a call for its sender's own accounts, and by definition change no answer.
 LABELS: dict[str, Schema] = {

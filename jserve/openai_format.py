@@ -63,11 +63,7 @@ def parse_body(
     chat answer has no limit but the model's, as at OpenAI. `return_token_ids` is the default of the
     body's field of that name, an extension.
     """
-    if not isinstance(body, Mapping):
-        raise InvalidRequest(f"body is {_kind(body)}; give an object")
-    fields = {name: value for name, value in body.items() if value is not None}
-    _drop_what_asks_for_nothing(fields)
-    _rename_aliases(fields)
+    fields = given_fields(body)
     chat = endpoint == Endpoint.CHAT
     inputs = read_chat_input(fields) if chat else _take_prompt(fields)
     sampling = {name: fields.pop(name) for name in SAMPLING if name in fields}
@@ -89,7 +85,7 @@ def parse_body(
         sampling.setdefault("max_tokens", None)
     parallel_tool_calls = not chat or take_bool(fields, "parallel_tool_calls", True)
     return_token_ids = take_bool(fields, "return_token_ids", return_token_ids)
-    request = {name: _typed(name, fields.pop(name)) for name in REQUEST if name in fields}
+    request = take_request_fields(fields)
     refuse_rest(fields)
     return OpenAICall(
         endpoint=endpoint,
@@ -99,6 +95,23 @@ def parse_body(
         return_token_ids=return_token_ids,
         parallel_tool_calls=parallel_tool_calls,
     )
+
+
+def given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of any endpoint's body that ask for something, under their own names.
+    Raises InvalidRequest."""
+    if not isinstance(body, Mapping):
+        raise InvalidRequest(f"body is {_kind(body)}; give an object")
+    fields = {name: value for name, value in body.items() if value is not None}
+    _drop_what_asks_for_nothing(fields)
+    _rename_aliases(fields)
+    return fields
+
+
+def take_request_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Removes from `fields`, and returns, those that GenerateRequest has too, whatever is asked.
+    Raises InvalidRequest for one of another type."""
+    return {name: _typed(name, fields.pop(name)) for name in REQUEST if name in fields}
 
 
 def _drop_what_asks_for_nothing(fields: dict[str, Any]) -> None:

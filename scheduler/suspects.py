@@ -13,8 +13,8 @@ Group = tuple[Request, ...]
 class Suspects:
     """Who is tried now and who waits for that; all others run as ever.
 
-    A request is cleared by a token that it gets. One whose steps fail though nobody else is tried
-    is the culprit.
+    A request is cleared by a token that it gets, or its embedding. One whose steps fail though
+    nobody else is tried is the culprit.
 
     Args:
       held: takes up the groups that may not start before their trial; see `Admission.held`.
@@ -51,7 +51,7 @@ class Suspects:
         return first[0]
 
     def on_tokens(self, requests: Collection[Request]) -> None:
-        """Hears who got a token."""
+        """Hears who got a token, or all that they asked for."""
         if requests:
             self.num_culprits = 0
         self._on_trial.difference_update(requests)

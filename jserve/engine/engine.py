@@ -296,7 +296,8 @@ class Engine:
             except Exception as error:  # in its text or its grammar: no other request's affair
                 updates += self._output.on_fault(live, error)
         if self._suspects.is_alert:
-            self._suspects.on_tokens([token.request for token in new_tokens])
+            embedded = [request for request in step.plan.ending if request.sampling.pooling]
+            self._suspects.on_tokens([*(token.request for token in new_tokens), *embedded])
         is_last = not self.has_work
         self._recorder.on_collected(step, asked, arrived, last=is_last)
 

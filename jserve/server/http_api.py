@@ -16,6 +16,7 @@ from jserve.errors import JserveError, Overloaded
 from jserve.server import (
     http_completions,
     http_debug,
+    http_embeddings,
     http_health,
     http_page,
     http_tokens,
@@ -29,6 +30,7 @@ from jserve.server.http_guard import HttpGuard
 ROUTES: tuple[Callable[[Front], list[Route]], ...] = (
     http_health.routes,
     http_completions.routes,
+    http_embeddings.routes,
     http_tokens.routes,
     openapi.routes,
     http_page.routes,

@@ -5,21 +5,18 @@ streamed back. Knows the flow: bodies' and answers' fields are openai_*'s.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jserve.errors import InvalidRequest, RequestFailed
+from jserve.errors import RequestFailed
 from jserve.messages import GenerateRequest, RequestUpdate, Usage
 from jserve.offline import RequestOutput, output_of
 from jserve.openai_format import Endpoint
@@ -28,11 +25,14 @@ from jserve.openai_response import body_head, response_body, response_of_prompts
 from jserve.openai_stream import DONE, ChunkWriter, event, usage_event
 from jserve.server.front import Answer, Call, Front
 from jserve.server.http_errors import ClientGone, JsonResponse, error_body
-from jserve.server.http_request import call_of_http, front_of, read_json, unless_gone
+from jserve.server.http_request import (
+    as_headers_say,
+    call_of_http,
+    front_of,
+    read_json,
+    unless_gone,
+)
 
-ID_HEADER = "x-request-id"
-TIMEOUT_HEADER = "x-request-timeout-ms"
-_MAX_ID_CHARS = 200
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,33 +52,8 @@ def routes(front: Front) -> list[Route]:
 async def _answer(request: Request, endpoint: Endpoint) -> _Generation:
     call = call_of_http(request)
     body = await read_json(request, partial(read_http_body, endpoint))
-    given_id = request.headers.get(ID_HEADER)
-    if given_id is not None and not 0 < len(given_id) <= _MAX_ID_CHARS:
-        raise InvalidRequest(f"{ID_HEADER} must have 1 to {_MAX_ID_CHARS} characters")
-    limit_s = _header_timeout_s(request)
-    unique = uuid4().hex
-    # A proxy that tries again sends the same one, maybe while its first try still runs.
-    request_id = unique if given_id is None else f"{given_id}-{unique[:8]}"
-    is_single = len(body.requests) == 1
-    requests = [
-        replace(
-            asked,
-            request_id=request_id if is_single else f"{request_id}-{index}",
-            timeout_s=min(filter(None, (asked.timeout_s, limit_s)), default=asked.timeout_s),
-        )
-        for index, asked in enumerate(body.requests)
-    ]
-    headers = {ID_HEADER: given_id or request_id}
+    request_id, requests, headers = as_headers_say(request, body.requests)
     return _Generation(request, call, body, requests, request_id, headers)
-
-
-def _header_timeout_s(request: Request) -> float | None:
-    text = request.headers.get(TIMEOUT_HEADER)
-    if text is None:
-        return None
-    if not re.fullmatch("[0-9]{1,12}", text) or not int(text):
-        raise InvalidRequest(f"{TIMEOUT_HEADER}={text!r:.40} is not a number of milliseconds")
-    return int(text) / 1e3
 
 
 class _Generation:

@@ -7,18 +7,25 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Coroutine
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
+from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from jserve.config import ServerSettings
 from jserve.errors import Forbidden, InvalidRequest
+from jserve.messages import GenerateRequest
 from jserve.server.front import Call, Front
 from jserve.server.http_errors import ClientGone
 from jserve.server.identity import api_key_of
 
+ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+_MAX_ID_CHARS = 200
 INLINE_BYTES = 2**16  # longer bodies are parsed in a thread, so that streams keep flowing
 
 T = TypeVar("T")
@@ -121,6 +128,39 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise InvalidRequest(f"the body holds {text:.40}, which no float can; use a smaller number")
     return number
+
+
+def as_headers_say(
+    request: Request, asked: Sequence[GenerateRequest]
+) -> tuple[str, list[GenerateRequest], dict[str, str]]:
+    """Returns a call's id; its requests, named by it and within the time that its headers give
+    them; and the headers of its answer. Raises InvalidRequest."""
+    given_id = request.headers.get(ID_HEADER)
+    if given_id is not None and not 0 < len(given_id) <= _MAX_ID_CHARS:
+        raise InvalidRequest(f"{ID_HEADER} must have 1 to {_MAX_ID_CHARS} characters")
+    limit_s = _header_timeout_s(request)
+    unique = uuid4().hex
+    # A proxy that tries again sends the same one, maybe while its first try still runs.
+    call_id = unique if given_id is None else f"{given_id}-{unique[:8]}"
+    is_single = len(asked) == 1
+    requests = [
+        replace(
+            one,
+            request_id=call_id if is_single else f"{call_id}-{index}",
+            timeout_s=min(filter(None, (one.timeout_s, limit_s)), default=one.timeout_s),
+        )
+        for index, one in enumerate(asked)
+    ]
+    return call_id, requests, {ID_HEADER: given_id or call_id}
+
+
+def _header_timeout_s(request: Request) -> float | None:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,12}", text) or not int(text):
+        raise InvalidRequest(f"{TIMEOUT_HEADER}={text!r:.40} is not a number of milliseconds")
+    return int(text) / 1e3
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -123,6 +123,7 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": generation(chat, "chat.completion")},
             "/v1/completions": {"post": generation(text, "text_completion")},
+            "/v1/embeddings": {"post": _embeddings()},
             "/v1/models": {"get": operation(models)},
             "/v1/models/{model}": {"get": operation(_MODEL) | {"parameters": [name]}},
             "/tokenize": {"post": operation(_tokens(), tokenize)},
@@ -143,8 +144,9 @@ def body_schema(*tables: Mapping[str, Schema], required: Iterable[str] = ()) -> 
     sampling and requests have their other names, too. Null counts as absent, so what is not
     required may be null."""
     known = {name: schema for table in tables for name, schema in table.items()}
-    if fields.SAMPLING.items() <= known.items():
-        known |= {alias: known[name] for alias, name in fields.ALIASES.items()}
+    if fields.REQUEST.items() <= known.items():
+        aliases = fields.ALIASES.items()
+        known |= {alias: known[name] for alias, name in aliases if name in known}
         known |= fields.LABELS
         known |= {
             name: {"enum": list(values)}
@@ -193,6 +195,23 @@ def generation(body: Schema, kind: str) -> Schema:
     events = {"schema": {"type": "string"}}
     shown["responses"]["200"]["content"]["text/event-stream"] = events
     return shown
+
+
+def _embeddings() -> Schema:
+    vector = {"anyOf": [{"type": "array", "items": {"type": "number"}}, fields.TEXT]}
+    one = {"object": {"const": "embedding"}, "index": _COUNT, "embedding": vector}
+    answer = {
+        "object": {"const": "list"},
+        "data": {
+            "type": "array",
+            "items": {"type": "object", "properties": one, "required": list(one)},
+        },
+        "model": fields.TEXT,
+        "usage": {"$ref": "#/components/schemas/Usage"},
+    }
+    shown = {"type": "object", "properties": answer, "required": list(answer)}
+    body = body_schema(fields.REQUEST, fields.EMBEDDINGS, required=["input"])
+    return operation(shown, body) | {"parameters": _HEADERS}
 
 
 def _health() -> Schema:

@@ -3,10 +3,13 @@ is cut, cached or interrupted; and nothing of them is left."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from jserve.build import build_engine
+from jserve.engine.engine import MOST_CULPRITS
 from jserve.errors import InvalidRequest, RequestFailed
 from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
@@ -232,6 +235,39 @@ def test_hidden_states_that_are_no_numbers_end_their_request_alone(bad, pooling)
     assert isinstance(error, RequestFailed)
     assert "hidden states" in str(error)
     np.testing.assert_allclose(np.stack(found), expected, **CLOSE)
+    assert_balanced(engine)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_embedding_is_whole_after_a_step_that_failed(overlap, pooling, solo):
+    engine = arranged(overlap=overlap, prefill_chunk=16)
+    numbers, dispatch = itertools.count(), engine._runner.dispatch
+
+    def fail_once(batch):
+        if next(numbers) == 3:
+            raise RuntimeError("the device is lost")
+        return dispatch(batch)
+
+    engine._runner.dispatch = fail_once
+    np.testing.assert_allclose(embedded(engine, PROMPTS, pooling), solo[pooling], **CLOSE)
+    assert_balanced(engine)
+
+
+def test_embeddings_between_requests_that_break_the_device_keep_the_engine_alive(solo):
+    engine, bad = arranged(), 383
+    dispatch = engine._runner.dispatch
+
+    def fail_on_the_bad_one(batch):
+        if bad in batch.buffer:
+            raise RuntimeError("the device is lost")
+        return dispatch(batch)
+
+    engine._runner.dispatch = fail_on_the_bad_one
+    for _ in range(MOST_CULPRITS + 1):
+        vector, error = outcomes(engine, [asking(PROMPTS[3], "last"), asking([5, bad], "last")])
+        assert isinstance(error, RequestFailed)
+        np.testing.assert_allclose(vector, solo["last"][3], **CLOSE)
     assert_balanced(engine)
 
 
