@@ -19,8 +19,9 @@ from jserve.checkpoint.source import Checkpoint
 from jserve.config import EngineConfig, RunnerSettings, parse_classes, scheduler_config
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.engine import Engine
-from jserve.engine.input_processor import InputProcessor, ModelLimits
+from jserve.engine.input_processor import InputProcessor
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.prompt_input import ModelLimits
 from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
 from jserve.engine.vllm_metrics import VllmMetrics

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jserve.engine.input_processor import ModelLimits
+from jserve.engine.prompt_input import ModelLimits
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, JserveError, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
 from jserve.text.output_formats import OutputFormats, ToolCallFormat
@@ -70,6 +70,7 @@ class FakeProcessor:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.limits = ModelLimits("fake", VOCAB_SIZE, max_model_len, ())
+        self.prompts = self
 
     def check_length(self, text: str) -> None:
         pass

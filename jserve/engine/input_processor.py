@@ -16,6 +16,7 @@ from uuid import uuid4
 from jserve.engine.chat_input import ChatInput
 from jserve.engine.constraint import Constraint, Matcher
 from jserve.engine.pooling import check_pooling
+from jserve.engine.prompt_input import ModelLimits, PromptInput
 from jserve.engine.sampling_checks import check_min_tokens, check_token_ids
 from jserve.errors import InvalidRequest, UnknownModel
 from jserve.messages import GenerateRequest
@@ -29,21 +30,6 @@ from scheduler.request import Request, SamplingView
 
 MAX_ID_CHARS = 256
 MAX_TIMEOUT_S = 1e9  # some thirty years
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What the served model accepts, and for those who ask, what it is and what it runs on."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    hidden_size: int = 0  # of an embedding
-    model_type: str = ""  # as in a Hugging Face config: "llama"
-    architectures: tuple[str, ...] = ()  # likewise
-    max_num_seqs: int = 0
-    page_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +82,7 @@ class InputProcessor:
         self._classes = {"": RequestClass(name=""), **{c.name: c for c in classes}}
         self._queue_timeout_s = queue_timeout_s or math.inf
         self.chat = ChatInput(tokenizer, chat_template)
+        self.prompts = PromptInput(tokenizer, self.chat, limits)
         self._why_too_large = why_too_large
         self.clock = clock
         self.knows_grammar = knows_grammar
@@ -274,67 +261,13 @@ class InputProcessor:
 
     def _with_prompt(self, message: GenerateRequest) -> tuple[GenerateRequest, list[int]]:
         """The request, as the model's template and vocabulary have it, and its prompt's ids."""
-        prompt = self._prompt_token_ids(message)
+        prompt = self.prompts.token_ids(message)
         sampling = message.sampling
         check_token_ids(sampling, self.limits.vocab_size)
         form = self.chat.form(message, prompt)
         if form is not sampling.structured:
             sampling = replace(sampling, structured=form)
         return replace(message, sampling=sampling), prompt
-
-    def _prompt_token_ids(self, message: GenerateRequest) -> list[int]:
-        given = [
-            name
-            for name in ("prompt", "prompt_token_ids", "messages")
-            if getattr(message, name) is not None
-        ]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"{' and '.join(given) or 'no prompt'} given; "
-                "give exactly one of prompt, prompt_token_ids and messages"
-            )
-        if message.messages is not None:
-            ids = self.chat.encode(message)
-        elif message.prompt is not None:
-            if not isinstance(message.prompt, str):
-                raise InvalidRequest(f"prompt is a {type(message.prompt).__name__}, not a text")
-            self.check_length(message.prompt)
-            ids = self.tokenizer.encode(message.prompt)
-        else:
-            ids = self._checked_ids(message.prompt_token_ids)
-        if not ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        if (highest := max(ids)) >= self.limits.vocab_size:  # some tokenizers know more than that
-            token = self.tokenizer.decode([highest], skip_special_tokens=False)
-            raise InvalidRequest(
-                f"the prompt holds {token!r}, token id {highest}, which this model does not have; "
-                "leave it out"
-            )
-        return ids
-
-    def check_length(self, text: str) -> None:
-        """Refuses what no tokenisation could make fit, before minutes are spent on trying. Raises
-        InvalidRequest."""
-        limit = self.limits.max_model_len
-        most = limit * self.tokenizer.longest_token_chars
-        if len(text) > most:
-            raise InvalidRequest(
-                f"the prompt has {len(text)} characters; max_model_len={limit} tokens hold at "
-                f"most {most}"
-            )
-
-    def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-            raise InvalidRequest("prompt_token_ids is not a list of token ids")
-        vocab = self.limits.vocab_size
-        for index, token_id in enumerate(ids):
-            bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)
-            if bad_type or not 0 <= token_id < vocab:
-                raise InvalidRequest(
-                    f"prompt_token_ids[{index}]={token_id!r} is not a token id; "
-                    f"use integers from 0 to {vocab - 1}"
-                )
-        return [int(token_id) for token_id in ids]
 
     def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
         """The tokens to generate; all that fit when none are asked for."""

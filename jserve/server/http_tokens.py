@@ -68,7 +68,7 @@ def _tokenized(body: dict[str, Any], processor: InputProcessor) -> Response:
         refuse_rest(fields)
         if not isinstance(text, str):
             raise InvalidRequest("prompt must be a text; or give messages")
-        processor.check_length(text)
+        processor.prompts.check_length(text)
         ids = processor.tokenizer.encode(text, add_special_tokens=add_special)
     names = [token_name(processor.tokenizer, i) for i in ids] if wants_strings else None
     limit = processor.limits.max_model_len

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from jserve.engine.input_processor import InputProcessor, ModelLimits
+from jserve.engine.input_processor import InputProcessor
+from jserve.engine.prompt_input import ModelLimits
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams

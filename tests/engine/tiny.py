@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from jserve.engine.engine import Engine
-from jserve.engine.input_processor import InputProcessor, ModelLimits
+from jserve.engine.input_processor import InputProcessor
 from jserve.engine.metrics import EngineMetrics
+from jserve.engine.prompt_input import ModelLimits
 from jserve.engine.request_log import RequestLog
 from jserve.engine.step_log import StepLog
 from jserve.messages import GenerateRequest, RequestUpdate
