@@ -21,6 +21,7 @@ from tests.server.conftest import Served
 PAIRS = 24
 LENGTH = 30 * PAGE + 1
 SALT = "the same"
+CHANCE = 1e-3  # how often equal distributions seem to differ: the test's own risk of failing
 
 
 class Prober:
@@ -83,8 +84,7 @@ async def test_o55_cached_prefixes_are_told_apart_within_a_tenant_and_not_across
         across = await prober.probe(keys["alice"], keys["bob"])
         no_more_hits = value(engine, "prefix_cache_hit_tokens_total")
     assert within[2] == {LENGTH - 1}
-    assert mannwhitneyu(within[0], within[1], alternative="less").pvalue < 1e-6
+    assert mannwhitneyu(within[0], within[1], alternative="less").pvalue < CHANCE
     assert across[2] == {0}
     assert hits == no_more_hits == PAIRS * (LENGTH - 1)
-    # Of equal distributions, one comparison in a thousand would fail.
-    assert mannwhitneyu(across[0], across[1]).pvalue > 1e-3
+    assert mannwhitneyu(across[0], across[1]).pvalue > CHANCE

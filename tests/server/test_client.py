@@ -9,12 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import trustme
 from absl import flags
 
 from jserve.client import Clock, define_client_flags, request_from_flags
+from jserve.config import SecuritySettings
 from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from jserve.messages import RequestUpdate, Usage
 from jserve.sampling_params import SamplingParams
+from jserve.server.api_keys import add_entry, digest_of, new_key
+from jserve.server.security import KeyGate
+from jserve.server.tls import TlsFiles
 from jserve.structured import GrammarKind, StructuredOutput
 from tests.server.conftest import TIMEOUT_S, serving
 from tests.server.fake_engine import FakeEngine
@@ -171,3 +176,47 @@ def test_the_figures_are_those_of_the_readers_own_clock():
 def test_an_answer_without_tokens_has_no_latencies_to_show():
     last = RequestUpdate(request_id="r", finish_reason="stop")
     assert Clock(started=1.0).summary(last) == "0 output tokens, stop"
+
+
+async def test_a_key_comes_from_a_file_and_one_that_is_not_known_is_exit_code_2(tmp_path):
+    key, file = new_key(), tmp_path / "key"
+    add_entry(tmp_path / "keys.toml", "alice", {"sha256": digest_of(key).hex()})
+    async with serving(gate=KeyGate(str(tmp_path / "keys.toml"))) as s:
+        ask = (f"--target={s.target}", "--prompt=x", "--max_tokens=1")
+        for text, code in ((f"{key}\n", 0), ("jserve-wrong", 2), ("ü", 2)):
+            file.write_text(text)
+            done = await run_client(*ask, f"--api_key_file={file}")
+            assert (done.returncode, len(done.stderr.splitlines())) == (code, 1)
+        assert (await run_client(*ask)).returncode == 2
+        missing = await run_client(*ask, f"--api_key_file={tmp_path}/none")
+    assert missing.returncode == 2
+    assert "--api_key_file" in missing.stderr
+
+
+async def test_the_command_speaks_mutual_tls(tmp_path):
+    authority, own = trustme.CA(), trustme.CA()
+    server = authority.issue_cert("localhost", "127.0.0.1")
+    caller = own.issue_cert("alice.example", common_name="alice")
+    files = {
+        "cert": server.cert_chain_pems[0],
+        "key": server.private_key_pem,
+        "callers": own.cert_pem,
+        "ca": authority.cert_pem,
+        "own": caller.cert_chain_pems[0],
+        "own_key": caller.private_key_pem,
+    }
+    path = {name: str(tmp_path / f"{name}.pem") for name in files}
+    for name, pem in files.items():
+        pem.write_to_path(path[name])
+    settings = SecuritySettings(
+        tls_cert=path["cert"], tls_key=path["key"], tls_client_ca=path["callers"]
+    )
+    async with serving(tls=TlsFiles(settings)) as s:
+        ask = (f"--target={s.target}", "--prompt=x", "--max_tokens=1", f"--tls_ca={path['ca']}")
+        pair = (f"--tls_cert={path['own']}", f"--tls_key={path['own_key']}")
+        assert (await run_client(*ask, *pair)).returncode == 0
+        assert s.engine.requests[-1].identity == "alice"
+        assert (await run_client(*ask)).returncode == 3
+        half = await run_client(*ask, pair[0])
+    assert half.returncode == 2
+    assert "belong together" in half.stderr
