@@ -26,7 +26,10 @@ router_log=$(mktemp)
 router=$!
 trap 'kill $router $server 2>/dev/null; wait $router $server 2>/dev/null; rm -f "$serve_log" "$router_log"' EXIT
 say "Router: http://127.0.0.1:$port before grpc://$target"
-"$client/bin/python" scripts/compat/router_calls.py "http://127.0.0.1:$port/v1" "$url/v1" || {
+if ! "$client/bin/python" scripts/compat/router_calls.py "http://127.0.0.1:$port/v1" "$url/v1"; then
   tail -n 20 "$router_log" >&2
   exit 1
-}
+fi
+say "Router: what it has read of the prefix cache's events, and how often it went by them"
+curl -s "http://127.0.0.1:$metrics_port/metrics" |
+  grep -E '^smg_(kv_event_(batches|blocks)_total|kv_event_missed|kv_index_blocks|cache_aware_policy_branch)'

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 """Asks a router and the server behind it the same, with OpenAI's client, and compares the answers:
-router_calls.py ROUTER_URL SERVER_URL. The exit code is 1 if any differ."""
+router_calls.py ROUTER_URL SERVER_URL. Then leaves a stream, which must end the request behind it.
+The exit code is 1 if anything is not as it should be."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 import openai
 
 READY_S = 60.0
+SOON_S = 5.0
 PROMPT = "The capital of France is"
 TURNS = [{"role": "user", "content": "Name three colours."}]
 SCHEMA = {
@@ -102,10 +106,34 @@ CALLS: dict[str, Callable[[openai.OpenAI, str], Any]] = {
     "stop string": lambda c, m: completion(c, m, prompt="One, two, three,", stop=[" six"]),
     "log-probabilities": logprobs,
     "schema": schema,
-    "tool": tool,
     "embedding": embedding,
     "a prompt that is too long": refusal,
 }
+
+
+# The router has the tool's grammar made whatever the model's template knows of tools.
+ALONE = {"tool": tool}
+
+
+def leave(router: openai.OpenAI, server_url: str, model: str) -> Any:
+    """Reads the head of a long answer; returns how many requests run then, and how many soon."""
+    turns = [{"role": "user", "content": "Tell me a long story."}]
+    with router.chat.completions.create(
+        model=model, messages=turns, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        for _ in range(4):
+            next(stream)
+        before = num_running(server_url)
+    give_up = time.monotonic() + SOON_S
+    while (after := num_running(server_url)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return before, after
+
+
+def num_running(server_url: str) -> float:
+    with urllib.request.urlopen(server_url.removesuffix("/v1") + "/metrics") as answer:
+        found = re.search(r"^jserve_requests_running (\S+)", answer.read().decode(), re.MULTILINE)
+    return float(found[1]) if found else -1.0
 
 
 def wait_for_model(client: openai.OpenAI) -> str:
@@ -122,24 +150,35 @@ def wait_for_model(client: openai.OpenAI) -> str:
         time.sleep(0.2)
 
 
+def answer_of(call: Callable[[openai.OpenAI, str], Any], client: openai.OpenAI, model: str) -> Any:
+    try:
+        return call(client, model)
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{type(error).__name__}: {error}"[:300]
+
+
 def main() -> int:
+    router_url, server_url = sys.argv[1:3]
     router, server = (
-        openai.OpenAI(base_url=url, api_key="none", max_retries=0) for url in sys.argv[1:3]
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        for url in (router_url, server_url)
     )
     model = wait_for_model(router)
     num_bad = 0
     for name, call in CALLS.items():
-        answers = []
-        for client in (router, server):
-            try:
-                answers.append(call(client, model))
-            except Exception as error:  # whatever it is, it is the finding
-                answers.append(f"{type(error).__name__}: {error}"[:300])
-        same = answers[0] == answers[1] and not str(answers[0]).startswith(("Internal", "Bad"))
-        num_bad += not same
-        print(f"{'same' if same else 'DIFFERS'}: {name}: {answers[0]!r}")
-        if not same:
-            print(f"  the server itself: {answers[1]!r}")
+        ours, own = (answer_of(call, client, model) for client in (router, server))
+        is_same = ours == own and not (isinstance(ours, str) and "Error" in ours)
+        num_bad += not is_same
+        print(f"{'same' if is_same else 'DIFFERS'}: {name}: {ours!r}")
+        if not is_same:
+            print(f"  the server itself: {own!r}")
+    for name, call in ALONE.items():
+        answer = answer_of(call, router, model)
+        num_bad += isinstance(answer, str)
+        print(f"router alone: {name}: {answer!r}")
+    before, after = leave(router, server_url, model)
+    num_bad += (before, after) != (1.0, 0.0)
+    print(f"requests that run while a stream is read: {before:g}, after it was left: {after:g}")
     return int(num_bad > 0)
 
 

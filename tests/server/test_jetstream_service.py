@@ -7,7 +7,7 @@ import pytest
 
 from jserve.server.proto import jetstream_pb2 as pb
 from jserve.server.proto import jetstream_pb2_grpc
-from tests.e2e.real_engine import alone, arranged, prompt_of, serving_real
+from tests.e2e.real_engine import arranged, generate, prompt_of, serving_real, tokens_of
 from tests.server.conftest import TIMEOUT_S, serving
 from tests.server.fake_engine import text_of
 from tests.server.test_grpc_service import status_of
@@ -61,7 +61,7 @@ async def test_one_sample_is_greedy_on_the_real_engine():
         content = pb.DecodeRequest.TokenContent(token_ids=prompt_of(9))
         call = stub_of(s).Decode(pb.DecodeRequest(token_content=content, max_tokens=8))
         got = [i async for m in call for i in m.stream_content.samples[0].token_ids]
-    assert got == alone(prompt_of(9))
+    assert [got] == tokens_of(generate(arranged(), [prompt_of(9)]))
 
 
 @pytest.mark.parametrize(

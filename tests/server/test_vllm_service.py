@@ -16,19 +16,25 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from jserve.messages import GenerateRequest
+from jserve.server.caller import Caller
 from jserve.server.vllm_info import LoadMeter
 from tests.e2e.real_engine import (
     PAGE,
-    SLOTS,
-    alone,
     arranged,
+    generate,
     greedy,
     prompt_of,
     serving_real,
+    tokens_of,
 )
 from tests.server.conftest import TIMEOUT_S, Served, serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_grpc_service import status_of
+
+
+def tiny():
+    """All engines here are of one model, which is compiled once."""
+    return arranged("sixteen")
 
 
 def stub_of(served: Served) -> vllm_engine_pb2_grpc.VllmEngineStub:
@@ -49,12 +55,12 @@ async def answers_to(served: Served, message: pb.GenerateRequest) -> list[pb.Gen
 
 
 async def test_a_stream_is_chunks_and_then_complete_with_all_tokens():
-    async with serving_real(arranged()) as s:
+    async with serving_real(tiny()) as s:
         prompt = prompt_of(20)
         *chunks, last = await answers_to(s, asking(prompt, max_tokens=8))
     assert {m.WhichOneof("response") for m in chunks} == {"chunk"}
     tokens = [token for m in chunks for token in m.chunk.token_ids]
-    assert tokens == list(last.complete.output_ids) == alone(prompt)
+    assert tokens == list(last.complete.output_ids) == tokens_of(generate(tiny(), [prompt]))[0]
     assert sum(m.chunk.completion_tokens for m in chunks) == last.complete.completion_tokens == 8
     assert {m.chunk.prompt_tokens for m in chunks} == {last.complete.prompt_tokens} == {20}
     assert last.complete.finish_reason == "length"
@@ -78,7 +84,7 @@ async def test_choices_of_a_stream_end_one_by_one(served):
 
 
 async def test_cached_tokens_and_log_probabilities_reach_the_router():
-    async with serving_real(arranged()) as s:
+    async with serving_real(tiny()) as s:
         prompt = prompt_of(3 * PAGE)
         await answers_to(s, asking(prompt, max_tokens=1))
         asked = asking(prompt, stream=False, max_tokens=2, logprobs=2)
@@ -92,7 +98,7 @@ async def test_cached_tokens_and_log_probabilities_reach_the_router():
 
 
 async def test_an_embedding_is_that_of_the_last_token():
-    engine, prompt = arranged(), prompt_of(20)
+    engine, prompt = tiny(), prompt_of(20)
     async with serving_real(engine) as s:
         asked = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=prompt))
         got = await stub_of(s).Embed(asked, timeout=TIMEOUT_S)
@@ -114,8 +120,28 @@ async def test_abort_ends_the_stream_with_that_reason_and_frees_the_engine(stepp
     assert not stepped.engine.live
 
 
+class ByKey:
+    """Every key is a caller of that name."""
+
+    def admit(self, key: str | None, certificate: str) -> Caller:
+        return Caller(name=key or "")
+
+
+async def test_abort_reaches_only_the_callers_own_requests():
+    async with serving(FakeEngine(interval_s=None), gate=ByKey()) as s:
+        ours, others = ([("x-api-key", name)] for name in ("ours", "others"))
+        call = stub_of(s).Generate(asking(request_id="mine"), metadata=ours)
+        await until(lambda: s.engine.live)
+        abort, asked = stub_of(s).Abort, pb.AbortRequest(request_ids=["mine"])
+        await abort(asked, metadata=others, timeout=TIMEOUT_S)
+        assert s.engine.live
+        await abort(asked, metadata=ours, timeout=TIMEOUT_S)
+        assert not s.engine.live
+        assert (await call.read()).complete.finish_reason == "abort"
+
+
 async def test_abort_of_a_running_request_on_the_real_engine():
-    async with serving_real(arranged()) as s:
+    async with serving_real(tiny()) as s:
         call = stub_of(s).Generate(asking(prompt_of(5), request_id="mine", max_tokens=400))
         answers = aiter(call)
         assert (await anext(answers)).HasField("chunk")
@@ -126,7 +152,7 @@ async def test_abort_of_a_running_request_on_the_real_engine():
 
 
 async def test_o91_errors_are_statuses():
-    async with serving_real(arranged()) as s:
+    async with serving_real(tiny()) as s:
         status = await status_of(stub_of(s).Generate(asking([999]), timeout=TIMEOUT_S).read())
         assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
         call = s.channel.unary_stream("/vllm.grpc.engine.VllmEngine/Generate")(b"\xff\xff")
@@ -149,7 +175,7 @@ async def test_while_loading_nothing_is_known_and_health_says_so():
 
 
 async def test_model_and_server_are_described():
-    engine = arranged("sixteen")
+    engine = tiny()
     async with serving_real(engine) as s:
         info = await stub_of(s).GetModelInfo(pb.GetModelInfoRequest())
         server = await stub_of(s).GetServerInfo(pb.GetServerInfoRequest())
@@ -165,22 +191,22 @@ async def test_model_and_server_are_described():
 
 
 def test_loads_show_who_runs_and_who_waits():
-    engine = arranged()
-    for start in range(SLOTS + 2):
+    engine = tiny()
+    for start in range(18):
         engine.add(GenerateRequest(prompt_token_ids=prompt_of(5, start), sampling=greedy(9)))
     for _ in range(3):  # the gauges follow a step once it is collected
         engine.step()
     (load,) = LoadMeter().read(engine).loads
-    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (4, 2, 6)
-    assert (load.max_running_requests, load.utilization) == (SLOTS, 1.0)
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (16, 2, 18)
+    assert (load.max_running_requests, load.utilization) == (16, 1.0)
     assert load.num_waiting_uncached_tokens == 10
     assert load.max_total_num_tokens == engine.scheduler.pool.num_usable * PAGE
-    assert load.token_usage == pytest.approx(4 * PAGE / load.max_total_num_tokens)
+    assert load.token_usage == pytest.approx(16 * PAGE / load.max_total_num_tokens)
     engine.close()
 
 
 async def test_the_tokenizer_of_the_archive_is_the_engines():
-    async with serving_real(arranged("chain")) as s:
+    async with serving_real(tiny()) as s:
         chunks = [c async for c in stub_of(s).GetTokenizer(common.GetTokenizerRequest())]
         own = s.engine.processor.tokenizer
     data = b"".join(chunk.data for chunk in chunks)
@@ -206,7 +232,7 @@ async def test_calls_about_the_cache_are_closed_without_their_flag(served):
 
 
 async def test_events_of_the_cache_begin_with_all_there_is_above_the_number_known():
-    async with serving_real(arranged(), enable_cache_service=True) as s:
+    async with serving_real(tiny(), enable_cache_service=True) as s:
         prompt = prompt_of(2 * PAGE + 1)
         await answers_to(s, asking(prompt, max_tokens=1))
         call = stub_of(s).SubscribeKvEvents(
@@ -228,7 +254,7 @@ async def test_events_of_the_cache_begin_with_all_there_is_above_the_number_know
 
 
 async def test_a_page_names_the_page_before_it():
-    async with serving_real(arranged(), enable_cache_service=True) as s:
+    async with serving_real(tiny(), enable_cache_service=True) as s:
         call = stub_of(s).SubscribeKvEvents(common.SubscribeKvEventsRequest())
         assert (await call.read()).events[0].HasField("cleared")
         prompt = prompt_of(PAGE)
