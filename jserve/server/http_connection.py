@@ -1,5 +1,5 @@
-"""One HTTP connection: whose certificate it has, and how long a request may take to arrive. Knows
-uvicorn's protocol: no routes.
+"""One HTTP connection: whose certificate it has, and how long a request may take to arrive and its
+answer to be taken. Knows uvicorn's protocol: no routes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from jserve.server.tls import name_in
 # From a connection's first moment, or a request's first byte, until the request is complete: who
 # sends a byte now and then would hold a connection for ever.
 ARRIVAL_LIMIT_S = 60.0
+# For as long a client may take nothing of an answer of which more waits than the system buffers.
+STALL_LIMIT_S = 60.0
 
 
 class HttpConnection(H11Protocol):
     """The kind of uvicorn's two that bounds a request's head."""
 
     _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,6 +38,17 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unwatch()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALL_LIMIT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
 
     def _watch(self) -> None:
         is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 
 from jserve.errors import EngineDead, Overloaded, RequestFailed
+from jserve.server import http_connection
 from tests.server.conftest import TIMEOUT_S, serving, until
 from tests.server.fake_engine import FakeEngine
 
@@ -306,3 +308,29 @@ async def test_calls_beyond_the_limit_get_429_and_health_answers():
             assert response.status == 200
         first.cancel()
         await until(lambda: not engine.live)
+
+
+async def test_a_reader_that_takes_nothing_loses_its_connection_and_its_request(monkeypatch):
+    monkeypatch.setattr(http_connection, "STALL_LIMIT_S", 0.1)
+    engine = FakeEngine(interval_s=None)
+    engine.padding = "x" * 2**20
+    async with api(engine) as (served, session):
+        host, port = served.http.removeprefix("http://").split(":")
+        body = json.dumps(TEXT | {"max_tokens": 5000, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
+        with socket.create_connection((host, int(port))) as reader:
+            reader.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+            await until(lambda: engine.live)
+            for _ in range(16):  # more than the system's buffers hold
+                engine.step()
+            await until(lambda: not engine.live)
+        assert await whole_text(session, engine)
+
+
+async def whole_text(session, engine) -> str:
+    engine.padding = ""
+    post = asyncio.create_task(whole(session, "/v1/completions", **TEXT))
+    await until(lambda: engine.live)
+    for _ in range(3):
+        engine.step()
+    return (await post)["choices"][0]["text"]
