@@ -106,7 +106,7 @@ async def test_over_grpc_all_but_health_needs_a_key(keys: Keys, key: str):
         code = grpc.StatusCode.UNAUTHENTICATED
         assert await status_of(s.stub.Generate(CALL, metadata=metadata)) is code
         stream = s.stub.GenerateStream(CALL, metadata=metadata)
-        assert await status_of(stream.read()) is code
+        assert await stream.code() is code
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected(s, key)
         assert caught.value.code() is code
