@@ -127,6 +127,7 @@ def document() -> dict[str, Any]:
             "/v1/models": {"get": operation(models)},
             "/v1/models/{model}": {"get": operation(_MODEL) | {"parameters": [name]}},
             "/tokenize": {"post": operation(_tokens(), tokenize)},
+            "/tokenizer_info": {"get": operation({"type": "object"})},
             "/detokenize": {
                 "post": operation(
                     {"type": "object", "properties": {"prompt": fields.TEXT}},
