@@ -211,10 +211,10 @@ class Engine:
         dispatched = self._dispatch()
         self._did_nothing = not (dispatched or self._in_flight or updates)
         if len(self._in_flight) == 1:  # nothing is ahead of it whose tokens its masks could need
-            updates += self._choose()
+            self._choose(updates)
         if self._in_flight and (len(self._in_flight) > self._depth or not dispatched):
             self._collect(self._in_flight.popleft(), updates)
-        updates += self._choose()
+        self._choose(updates)
 
     def _recover(self, error: StepFailed, updates: list[RequestUpdate]) -> None:
         log.error("a step failed; all that ran starts again", exc_info=error)
@@ -250,13 +250,12 @@ class Engine:
             self._unchosen = step
         return True
 
-    def _choose(self) -> list[RequestUpdate]:
+    def _choose(self, updates: list[RequestUpdate]) -> None:
         """Lets the newest step choose its tokens, if it does not yet, now that all tokens before
         are known: which tokens may come depends on them."""
         step, self._unchosen = self._unchosen, None
         if step is None:
-            return []
-        updates: list[RequestUpdate] = []
+            return
         num_words = num_mask_words(self.processor.limits.vocab_size)
         masks = np.full((step.batch.bucket.num_rows, num_words), ALL, np.uint32)
         for row, (request, samples) in enumerate(step.plan.sampling()):
@@ -271,7 +270,6 @@ class Engine:
                 masks[row] = ALL
                 updates += self._output.fail(live, RequestFailed(problem))
         ask(self._runner.choose, step.handle, masks)
-        return updates
 
     def _collect(self, step: StepInFlight, updates: list[RequestUpdate]) -> None:
         asked = time.perf_counter()

@@ -206,9 +206,11 @@ async def idle(engine: Engine) -> None:
 
 
 @asynccontextmanager
-async def serving_real(engine: Engine, **settings: object) -> AsyncIterator[Served]:
+async def serving_real(
+    engine: Engine, *, max_unread_updates: int = 4096, **settings: object
+) -> AsyncIterator[Served]:
     """A real gRPC server over `engine` in its thread; at the end all must have been given back."""
-    front = AsyncEngine(engine)
+    front = AsyncEngine(engine, max_unread_updates=max_unread_updates)
     try:
         async with serving(front, **settings) as served:
             yield served

@@ -261,3 +261,19 @@ def test_a_grammar_that_fails_ends_the_one_request(overlap, at):
     for request in requests(4):
         assert outputs[request.request_id].token_ids == answer(request)
     t.assert_idle()
+
+
+def test_a_request_that_ends_in_the_turn_in_which_the_device_fails_is_told():
+    t = tiny(eos=(96,))
+    t.engine.processor._new_matcher = lambda structured: BrokenMatcher("fill")
+    t.engine.add(asking("broken", [1, 2, 3], 9, structured=JSON))
+
+    def fail(handle, allowed=None) -> None:
+        t.device.choose = lambda handle, allowed=None: None
+        raise RuntimeError("a cosmic ray")
+
+    t.device.choose = fail
+    outputs = joined(run(t.engine))
+    assert isinstance(outputs["broken"].last.error, RequestFailed)
+    assert t.value("step_failures_total") == 1
+    t.assert_idle()
