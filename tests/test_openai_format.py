@@ -133,6 +133,21 @@ def test_o89_labels_are_accepted_and_change_nothing(read):
     assert read(**labels, **nothing) == read()
 
 
+ADDED_BY_ROUTERS = {
+    **{"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True},
+    **{"stream_reasoning": True, "include_reasoning": True},
+}
+
+
+@pytest.mark.parametrize("read", [read_chat, read_text])
+def test_what_routers_add_to_each_body_is_accepted_with_its_default_only(read):
+    """As sglang_router 0.3.2 and vllm_router 0.1.17 were seen to send them."""
+    assert read(**ADDED_BY_ROUTERS) == read()
+    for name, value in ADDED_BY_ROUTERS.items():
+        with pytest.raises(InvalidRequest, match=name):
+            read(**{name: not value})
+
+
 def test_an_echo_alone_generates_the_one_token_that_it_must():
     call = read_text(max_tokens=0, echo=True)
     assert (call.is_echo_alone, call.request.sampling.max_tokens) == (True, 1)
