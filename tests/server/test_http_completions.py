@@ -131,19 +131,20 @@ async def test_o85_a_request_that_fails_before_its_first_token_has_a_status_of_i
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_o48_a_client_that_leaves_ends_its_request_at_once(stream):
+@pytest.mark.parametrize("prompts", [["abc"], ["abc", "d", "ef"]])
+async def test_o48_a_client_that_leaves_ends_its_requests_at_once(stream, prompts):
     engine = FakeEngine(interval_s=None)
     async with api(engine) as (_, session):
-        body = TEXT | {"max_tokens": 5000, "stream": stream}
+        body = {"prompt": prompts, "max_tokens": 5000, "stream": stream}
         post = asyncio.create_task(session.post("/v1/completions", json=body))
-        await until(lambda: engine.live)
+        await until(lambda: len(engine.live) == len(prompts))
         for _ in range(3):
             engine.step()
         if stream:
             (await post).close()
         else:
             post.cancel()
-        await until(lambda: engine.abort_calls)
+        await until(lambda: len(engine.abort_calls) == len(prompts))
         assert not engine.live
 
 
@@ -210,6 +211,21 @@ async def test_one_prompt_of_several_that_is_refused_refuses_all_and_leaves_noth
         assert not engine.live
         error = await whole(session, "/v1/completions", 400, prompt=["x"] * 513)
         assert "at most 512" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_one_prompt_of_several_that_fails_ends_the_others(stream):
+    engine = FakeEngine(interval_s=None)
+    async with api(engine) as (_, session):
+        body = {"prompt": ["abc", "d", "ef"], "max_tokens": 5000, "stream": stream}
+        post = asyncio.create_task(session.post("/v1/completions", json=body))
+        await until(lambda: len(engine.live) == 3)
+        engine.step()
+        engine.live[1].end("error", RequestFailed("no"))
+        response = await post
+        assert response.status == (200 if stream else 500)
+        assert '"message":"no"' in await response.text()
+        await until(lambda: not engine.live)
 
 
 async def test_the_earlier_one_of_both_time_limits_counts():
