@@ -53,7 +53,7 @@ def make_app(
     app.state.settings = settings
     app.add_middleware(OpenCalls, limit=settings.max_open_streams)
     app.add_middleware(Faults)
-    app.add_middleware(HttpGuard, gate=front.gate, max_header_bytes=settings.max_header_bytes)
+    app.add_middleware(HttpGuard, front=front, max_header_bytes=settings.max_header_bytes)
     return app
 
 

@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jserve.errors import Forbidden, Unauthenticated
-from jserve.server.caller import Caller, Gate, Quota, admitted
+from jserve.server.caller import Caller, Quota, admitted
+from jserve.server.front import Front
 from jserve.server.http_errors import error_response
 from jserve.server.identity import api_key_of
 
@@ -23,16 +24,15 @@ class HttpGuard:
     """Refuses, before anything of its body is read, a request whose caller is not known or may not
     see this, whose head is too large, or that another site's page made a browser send."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, max_header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, front: Front, max_header_bytes: int) -> None:
         self._app = app
-        self._gate = gate
+        self._front = front
         self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        scope["jserve.certificate"] = scope.get("state", {}).get("certificate", "")
         try:
             caller = self._admitted(scope)
         except (Unauthenticated, Forbidden, HTTPException) as error:
@@ -54,15 +54,26 @@ class HttpGuard:
                 431, f"the head is larger than {self._max_header_bytes} bytes (--max_header_bytes)"
             )
         headers = Headers(scope=scope)
-        caller = self._gate.admit(api_key_of(headers), scope["jserve.certificate"])
+        certificate = scope.get("state", {}).get("certificate", "")  # see http_connection
+        caller = self._front.gate.admit(api_key_of(headers), certificate)
         admitted.set(caller)
         if not caller.is_admin and not _is_for_callers(scope):
             raise Forbidden(f"{scope['path']} is for administrators; use a key with admin rights")
-        # A browser adds the key that it was told to whatever any page has it send here.
-        is_foreign = headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
-        if is_foreign and scope["method"] not in ("GET", "HEAD"):
-            raise Forbidden("this request was made by a page of another site; use this server's")
+        if scope["method"] not in ("GET", "HEAD") and _is_of_another_site(headers):
+            raise Forbidden("a page of another site made this request; use this server's own")
         return caller
+
+
+def _is_of_another_site(headers: Headers) -> bool:
+    """Whether a browser sends what another site's page asked for, and adds by itself what opens
+    this server: the password that it was told, or where it runs. A page cannot make it add a key.
+
+    Source: W3C, Fetch Metadata Request Headers.
+    """
+    is_own = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+    is_password = headers.get("authorization", "basic").lower().startswith("basic")
+    has_key = "x-api-key" in headers or not is_password
+    return not is_own and not has_key
 
 
 def _is_for_callers(scope: Scope) -> bool:

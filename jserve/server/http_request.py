@@ -19,9 +19,9 @@ from starlette.requests import Request
 from jserve.config import ServerSettings
 from jserve.errors import Forbidden, InvalidRequest
 from jserve.messages import GenerateRequest
+from jserve.server.caller import admitted
 from jserve.server.front import Call, Front
 from jserve.server.http_errors import ClientGone
-from jserve.server.identity import api_key_of
 
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -42,12 +42,11 @@ def settings_of(request: Request) -> ServerSettings:
 
 
 def call_of_http(request: Request) -> Call:
-    """Returns what is known of a call. Raises Unauthenticated, as the gate does."""
-    certificate = str(request.scope.get("jserve.certificate", ""))
+    """Returns what is known of a call, which `http_guard` has admitted."""
     client = request.client
     return Call(
         method=request.url.path,
-        caller=front_of(request).gate.admit(api_key_of(request.headers), certificate),
+        caller=admitted.get(),
         peer=f"{client.host}:{client.port}" if client else "",
         traceparent=request.headers.get("traceparent", ""),
     )

@@ -167,10 +167,11 @@ async def test_what_shows_all_callers_is_for_administrators_over_http(keys: Keys
         assert (await get(s, "/metrics", bearer(keys.root)))[0] == 200
 
 
-async def test_a_browser_is_asked_for_a_password_which_is_the_key(keys: Keys):
-    def basic(text: str) -> dict[str, str]:
-        return {"authorization": "Basic " + base64.b64encode(text.encode()).decode()}
+def basic(text: str) -> dict[str, str]:
+    return {"authorization": "Basic " + base64.b64encode(text.encode()).decode()}
 
+
+async def test_a_browser_is_asked_for_a_password_which_is_the_key(keys: Keys):
     async with serving(gate=keys.gate(), http=True) as s:
         challenges = (await get(s, "/metrics"))[2].getall("www-authenticate")
         assert challenges == ["Bearer", 'Basic realm="jserve"']
@@ -182,16 +183,24 @@ async def test_a_browser_is_asked_for_a_password_which_is_the_key(keys: Keys):
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 async def test_another_sites_page_cannot_make_a_browser_act(keys: Keys, site: str):
     """A browser adds the password that it was told; it also tells whose page asked."""
+    path, foreign = "/v1/completions", {"sec-fetch-site": site}
+    told = basic(f"me:{keys.root}")
     async with serving(gate=keys.gate(), http=True) as s:
-        path, foreign = "/v1/completions", {"sec-fetch-site": site}
-        status, body, _ = await get(s, path, bearer(keys.root) | foreign, "POST")
+        status, body, _ = await get(s, path, told | foreign, "POST")
         assert (status, "another site" in body["error"]["message"]) == (403, True)
-        own = bearer(keys.root) | {"sec-fetch-site": "same-origin"}
-        assert (await get(s, path, own, "POST"))[0] != 403
-        assert (await get(s, "/v1/models", bearer(keys.root) | foreign))[0] == 200
+        for harmless in (
+            told | {"sec-fetch-site": "same-origin"},
+            told | {"sec-fetch-site": "none"},
+            told,
+            bearer(keys.root) | foreign,  # which no page can make it add
+        ):
+            assert (await get(s, path, harmless, "POST"))[0] == 415  # there is no body
+        assert (await get(s, "/v1/models", told | foreign))[0] == 200
+    async with serving(http=True) as s:  # nor use that it may connect where the page may not
+        assert (await get(s, path, foreign, "POST"))[0] == 403
 
 
-async def test_without_keys_anyone_is_served_and_may_look(served: Served):
+async def test_without_keys_anyone_is_served_and_may_look():
     async with serving(http=True) as s:
         assert (await get(s, "/metrics"))[0] == 200
         assert await ask(s, "whatever") == "t0 t1 "
@@ -305,7 +314,7 @@ async def test_a_flood_of_wrong_keys_does_not_slow_the_others(keys: Keys):
     for _ in range(200):
         with pytest.raises(Unauthenticated):
             gate.admit("jserve-wrong", "")
-    assert (time.perf_counter() - began) / 200 < 2e-3  # 0.15 ms, where nothing else runs
+    assert (time.perf_counter() - began) / 200 < 2e-3  # 0.08 ms, where nothing else runs
     async with serving(gate=gate, http=True) as s:
         wrong = [get(s, "/v1/models", bearer("jserve-wrong")) for _ in range(100)]
         flood = asyncio.gather(*wrong)
