@@ -96,7 +96,7 @@ class ServerSettings:
     metrics_port: int = 0  # 0: no Prometheus endpoint of its own beside /metrics
     vllm_metrics: bool = False  # the names that vLLM's dashboards read, too
     drain_timeout_s: float = 30.0
-    step_timeout_s: float = 60.0  # a longer one means that the device does not answer
+    step_timeout_s: float = 60.0  # a longer one: the device does not answer; 0: no limit
     max_message_bytes: int = 4 * 2**20
     max_header_bytes: int = 2**14
     max_open_streams: int = 4096  # calls at once, of all callers

@@ -134,13 +134,14 @@ async def measure(engine: Engine) -> dict[str, list[Round]]:
     addresses = {"grpc": f"127.0.0.1:{port}", "sse": f"127.0.0.1:{http.port}"}
     rounds: dict[str, list[Round]] = {"offline": [], "grpc": [], "sse": []}
     llm = LLM.from_engine(engine)  # while nobody sends, the thread leaves the engine alone
-    for _ in range(_ROUNDS.value + 1):
-        rounds["offline"].append(await timed(lambda: offline(llm)))
+    await offline(llm, _ROWS.value)  # warms up
+    for _ in range(_ROUNDS.value):
+        rounds["offline"].append(await timed(lambda: offline(llm, _STREAMS.value)))
         for way, address in addresses.items():
             rounds[way].append(await timed(lambda way=way, at=address: clients(way, at)))
     await threaded.drain(1.0)
     await asyncio.gather(server.stop(0), http.stop(0))
-    return {way: of_way[1:] for way, of_way in rounds.items()}  # the first one warms up
+    return rounds
 
 
 async def timed(work: Callable[[], Any]) -> Round:
@@ -150,10 +151,10 @@ async def timed(work: Callable[[], Any]) -> Round:
     return Round(_STREAMS.value * _OUTPUT.value / seconds, *spent, client_s)
 
 
-async def offline(llm: LLM) -> tuple[float, float]:
+async def offline(llm: LLM, num_requests: int) -> tuple[float, float]:
     params = SamplingParams(temperature=0, max_tokens=_OUTPUT.value, ignore_eos=True)
     begun = time.perf_counter()
-    llm.generate([prompt(i) for i in range(_STREAMS.value)], params)
+    llm.generate([prompt(i) for i in range(num_requests)], params)
     return time.perf_counter() - begun, 0.0
 
 

@@ -10,6 +10,7 @@ import pytest
 from jserve.engine.engine import MOST_CULPRITS
 from jserve.errors import EngineDead, RequestFailed
 from jserve.structured import GrammarKind, StructuredOutput
+from scheduler.kv_events import Cleared
 from tests.engine.tiny import Tiny, answer, asking, joined, run, tiny
 
 BOTH = pytest.mark.parametrize("overlap", [True, False])
@@ -75,6 +76,16 @@ def test_a_lost_page_is_found_in_no_cache():
     output = outputs_of(t, [after])["after"]
     assert output.token_ids == answer(after)
     assert output.last.usage.cached_tokens == 0
+
+
+def test_whoever_follows_the_cache_hears_that_a_failed_step_cleared_it():
+    t = tiny()
+    outputs_of(t, [asking("before", list(range(20)), 4)])
+    events: list = []
+    t.engine.scheduler.cache.events = events.append
+    fail_once(t, "on_collect", 2)
+    outputs_of(t, [asking("fails", [50], 4)])
+    assert Cleared() in events
 
 
 def test_what_was_swapped_out_when_the_device_failed_is_computed_anew():

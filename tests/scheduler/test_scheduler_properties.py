@@ -24,7 +24,7 @@ EXPECTED = ["finished", "hits", "preemptions", "urgent preemptions", "swapped ou
 EXPECTED += ["expired", "expired while running", "resets", "aborts while preempted"]
 EXPECTED += ["aborts while swapped out", "starved steps", "prompts looked at"]
 EXPECTED += ["failures", "failures while preempted", "extended", "extended over tokens in flight"]
-EXPECTED += ["ended by extending", "not extended for want of pages"]
+EXPECTED += ["ended by extending", "not extended for want of pages", "restarts"]
 
 
 class Traffic(RuleBasedStateMachine):
@@ -159,12 +159,25 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(luck=st.integers(0, 9))
     def reset(self, luck):
+        if luck == 6:
+            self.lose_the_device()
         if luck != 7:  # else there would be little to find
             return
         cache = self.scheduler.cache
         in_use = cache.num_evictable < cache.num_cached
         assert cache.reset() != in_use
         SEEN["resets"] += not in_use
+
+    def lose_the_device(self):
+        in_flight = [request for plan, _ in self.in_flight for request in plan.requests]
+        assert set(self.scheduler.restart()) == set(in_flight)
+        self.scheduler.check_integrity()
+        assert not self.scheduler.running
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_usable
+        self.runner.forget()
+        self.in_flight.clear()
+        self.num_fruitless = 0
+        SEEN["restarts"] += bool(in_flight)
 
     def step(self):
         self.now += STEP_S
