@@ -3,6 +3,7 @@ is written is in vllm_wire.py, what describes the server in vllm_info.py."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -31,6 +32,8 @@ from jserve.server.vllm_wire import (
 VLLM_ENGINE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 VLLM_SERVICE = VLLM_ENGINE.full_name
 CHUNK_BYTES = 2**16  # of a tokenizer's archive
+MAX_FLUSH_S = 60
+FLUSH_POLL_S = 0.05
 MAX_SEQUENCE = 2**63  # leaves room to count on from it
 
 
@@ -63,7 +66,7 @@ class VllmService:
                 if message.stream and update.finish_reason not in (None, "abort"):
                     ended.add(update.index)
                     yield complete_to_vllm(joined(parts.pop(update.index))[0], num_prompt)
-        for index in range(max(message.sampling_params.n, 1)):
+        for index in range(request.sampling.n):
             if index not in ended:  # all of them without `stream`, else those that were aborted
                 whole = joined(parts.get(index, [RequestUpdate(request_id="", index=index)]))[0]
                 whole = replace(whole, finish_reason=whole.finish_reason or "abort")
@@ -149,10 +152,15 @@ class VllmService:
     async def FlushCache(
         self, message: common.FlushCacheRequest, context: Context
     ) -> common.FlushCacheResponse:
+        """Forgets all cached prefixes as soon as no request uses any."""
         self._check_open("FlushCache")
-        if message.timeout_s:
-            raise InvalidRequest("timeout_s is not supported: nothing waits here; leave it out")
-        done = await self._front.engine.reset_prefix_cache()
+        if not 0 <= message.timeout_s <= MAX_FLUSH_S:  # false for NaN too
+            raise InvalidRequest(f"timeout_s={message.timeout_s} is not within 0 to {MAX_FLUSH_S}")
+        give_up = time.monotonic() + message.timeout_s
+        while not (done := await self._front.engine.reset_prefix_cache()):
+            if time.monotonic() >= give_up:
+                break
+            await asyncio.sleep(FLUSH_POLL_S)
         return common.FlushCacheResponse(
             success=done, message="" if done else "requests use cached prefixes; try again later"
         )

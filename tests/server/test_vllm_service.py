@@ -253,6 +253,21 @@ async def test_events_of_the_cache_begin_with_all_there_is_above_the_number_know
         call.cancel()
 
 
+async def test_a_flush_waits_for_requests_as_long_as_it_may():
+    async with serving(FakeEngine(interval_s=None), enable_cache_service=True) as s:
+        call = stub_of(s).Generate(asking(request_id="mine"))
+        await until(lambda: s.engine.live)
+        flush = stub_of(s).FlushCache
+        assert not (await flush(common.FlushCacheRequest(), timeout=TIMEOUT_S)).success
+        waiting = flush(common.FlushCacheRequest(timeout_s=TIMEOUT_S), timeout=TIMEOUT_S)
+        await until(lambda: s.engine.num_resets > 2)
+        call.cancel()
+        assert (await waiting).success
+        for seconds in (-1.0, float("nan"), 1e9):
+            status = await status_of(flush(common.FlushCacheRequest(timeout_s=seconds)))
+            assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_page_names_the_page_before_it():
     async with serving_real(tiny(), enable_cache_service=True) as s:
         call = stub_of(s).SubscribeKvEvents(common.SubscribeKvEventsRequest())
