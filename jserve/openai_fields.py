@@ -123,6 +123,7 @@ COMPLETIONS: dict[str, Schema] = {
     "prompt": {"anyOf": [TEXT, TOKEN_IDS]},
     "echo": BOOL,
     "logprobs": _integer(0, limits.MAX_LOGPROBS),
+    "max_tokens": _integer(0),  # 0 with echo alone
 }
 MAX_PROMPTS = 512
 _ONE_PROMPT = {"type": "string", "minLength": 1}

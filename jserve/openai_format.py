@@ -78,7 +78,7 @@ def parse_body(
                 "echo with logprobs gives those of the prompt, too: leave out prompt_logprobs"
             )
         sampling["prompt_logprobs"] = sampling["logprobs"]
-    is_echo_alone = echo and sampling.get("max_tokens") == 0
+    is_echo_alone = echo and repr(sampling.get("max_tokens")) == "0"  # neither false nor 0.0
     if is_echo_alone:
         sampling["max_tokens"] = 1
     if chat:

@@ -152,6 +152,8 @@ def test_an_echo_alone_generates_the_one_token_that_it_must():
     call = read_text(max_tokens=0, echo=True)
     assert (call.is_echo_alone, call.request.sampling.max_tokens) == (True, 1)
     assert not read_text(max_tokens=1, echo=True).is_echo_alone
+    with pytest.raises(InvalidRequest, match="max_tokens=False"):
+        read_text(max_tokens=False, echo=True)
 
 
 @pytest.mark.parametrize(
