@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest, Usage
 from jserve.openai_embeddings import embeddings_body, read_embeddings_body
 from jserve.openai_fields import MAX_EMBEDDING_INPUTS
+from jserve.server.openapi import document
 
 
 def request_of(**fields) -> GenerateRequest:
@@ -86,3 +88,36 @@ def test_an_answer_has_the_vectors_in_order_and_their_prompts_tokens(encoding):
         "model": "m",
         "usage": {"prompt_tokens": 7, "total_tokens": 7},
     }
+
+
+EXAMPLES = {
+    "input": ["a", ["a", [4]], [1, 2], [[1], [2]], 5, ["a", 5], [], [[1.5]], {"text": "a"}],
+    "encoding_format": ["float", "base64", "int8", 3, None],
+    "dimensions": [1, 64, 0, -1, "64", 1.5, None],
+    "user": ["someone", 3, None],
+    "stream": [False, True, None],
+    "temperature": [0],
+    "x": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "values"), EXAMPLES.items(), ids=str)
+def test_the_openapi_document_shows_what_is_read(name, values):
+    post = document()["paths"]["/v1/embeddings"]["post"]
+    schema = post["requestBody"]["content"]["application/json"]["schema"]
+    for value in values:
+        body = {"input": "a"} | {name: value}
+        try:
+            read_embeddings_body(body)
+            is_read = True
+        except InvalidRequest:
+            is_read = False
+        assert is_read == jsonschema.Draft202012Validator(schema).is_valid(body), body
+
+
+def test_the_openapi_document_shows_every_field():
+    post = document()["paths"]["/v1/embeddings"]["post"]
+    schema = post["requestBody"]["content"]["application/json"]["schema"]
+    ours = {"input", "encoding_format", "dimensions", "pooling", "model", "user", "timeout"}
+    assert ours | {"priority", "request_class", "cache_salt"} <= set(schema["properties"])
+    assert not {"temperature", "max_completion_tokens", "prompt"} & set(schema["properties"])

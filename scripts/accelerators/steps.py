@@ -27,7 +27,13 @@ from accelerators.targets import TARGETS, Target, mesh_of
 
 from jserve.models.decoder import BEST_LOOP, head_of
 from jserve.models.head_layout import HeadLayout, head_layout
-from jserve.runner.compile import trace_choose, trace_forward, trace_remember, trace_score
+from jserve.runner.compile import (
+    trace_choose,
+    trace_forward,
+    trace_remember,
+    trace_row_sums,
+    trace_score,
+)
 from jserve.runner.kv_cache import DEFAULT_PAGE_SIZE
 from jserve.runner.step import SCORED_TOKENS, StepOptions, StepState
 from pallas_kernels.dispatch import Backend
@@ -65,7 +71,7 @@ class Engine(NamedTuple):
 def step_cases() -> list[Case]:
     """The programs of every model and group size on every target whose memory holds the weights."""
     programs = {name: partial(_forward, bucket=bucket) for name, bucket in BUCKETS.items()}
-    programs |= {"choose": _choose, "score": _score, "remember": _remember}
+    programs |= {"choose": _choose, "score": _score, "remember": _remember, "row_sums": _row_sums}
     cases = []
     for target in TARGETS.values():
         for model, size in _sizes_that_fit(target):
@@ -74,7 +80,8 @@ def step_cases() -> list[Case]:
                 is_step = what in BUCKETS
                 kind, quick = ("step", QUICK_STEPS) if is_step else ("sampler", QUICK_SAMPLERS)
                 run = partial(_run, judge, target, model, size)
-                cases.append(Case(f"{kind}/{name}/{what}", run, name in quick, limit_s=240))
+                is_quick = name in quick and judge is not _row_sums  # as simple as they are
+                cases.append(Case(f"{kind}/{name}/{what}", run, is_quick, limit_s=240))
     return cases
 
 
@@ -178,6 +185,20 @@ def _score(engine: Engine) -> Found:
         engine.head,
     )
     _judge_collectives(program.text, engine, MOST_COLLECTIVES, found)
+    return found
+
+
+def _row_sums(engine: Engine) -> Found:
+    """Besides its states, a step's tokens are there once more, with zeros for what is no number."""
+    model, num_tokens = engine.options.model, engine.options.max_tokens
+    program, found = _judged(
+        engine,
+        lambda: trace_row_sums(engine.options, NUM_ROWS),
+        0,
+        set(),
+        2 * DTYPE.itemsize * model.hidden_size * num_tokens + 16 * MIB,
+    )
+    _judge_collectives(program.text, engine, 0, found)
     return found
 
 
