@@ -28,6 +28,7 @@ from jserve.errors import (
     wire_code,
 )
 
+MAX_MESSAGE_CHARS = 1000
 CLIENT_GONE = 499  # nginx's number for it; nobody reads the answer
 
 # What OpenAI's clients call a failure, by status; others are "invalid_request_error".
@@ -83,6 +84,8 @@ def error_body(error: BaseException) -> dict[str, Any]:
     if isinstance(error, InvalidRequest):
         param = _field_of(message)
     kind = _TYPES.get(status, "invalid_request_error")
+    if len(message) > MAX_MESSAGE_CHARS:  # it quotes what the caller has sent
+        message = message[:MAX_MESSAGE_CHARS] + "..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

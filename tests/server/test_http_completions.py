@@ -260,6 +260,18 @@ async def test_what_the_engine_refuses_has_the_status_and_body_that_clients_know
                 assert response.headers["retry-after-ms"] == "2500"
 
 
+async def test_an_error_quotes_only_the_beginning_of_what_is_wrong():
+    async with api() as (_, session):
+        error = await whole(session, "/v1/completions", 400, **TEXT | {"seed": "x" * 10**6})
+        assert len(error["error"]["message"]) < 1100
+        deep = 1
+        for _ in range(700):  # deeper than Python's own recursion, once quoted
+            deep = [deep]
+        await whole(session, "/v1/completions", 400, **TEXT | {"stop": deep})
+        error = await whole(session, "/v1/completions", 400, **TEXT | {"x" * 10**6: 1})
+        assert len(error["error"]["message"]) < 1100
+
+
 async def test_what_goes_wrong_inside_is_not_told_to_the_client():
     async with api() as (served, session):
         served.engine.submit_error = ZeroDivisionError("secret")
