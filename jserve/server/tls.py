@@ -94,9 +94,16 @@ class TlsFiles:
         return _Loaded(context, for_grpc)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
+        given = self._loaded
+
+        def news() -> Any:  # gRPC asks before each handshake, one at a time
+            nonlocal given
+            before, given = given, self.current()
+            return None if given is before else given.for_grpc
+
         return grpc.dynamic_ssl_server_credentials(
-            self._loaded.for_grpc,
-            lambda: self.current().for_grpc,
+            given.for_grpc,
+            news,
             require_client_authentication=bool(self._settings.tls_client_ca),
         )
 
