@@ -16,6 +16,7 @@ import pytest
 
 from jserve.config import EngineConfig, ServerSettings
 from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.engine import Engine
 from jserve.server.main import StopSignals, serve
 from tests.e2e.real_engine import arranged
 from tests.server.conftest import TIMEOUT_S, until
@@ -24,31 +25,26 @@ SECRET = "kumquat"  # in every prompt
 FAULT = "marmalade"  # in those that no tokenizer can take
 
 
-class Faulty:
-    """A tokenizer whose errors quote what they were given."""
+def break_tokenizer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it fail on FAULT with an error and a cause that quote what they were given."""
+    encode = type(tokenizer).encode
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+    def faulty(self: Any, text: str, *args: Any, **kwargs: Any) -> list[int]:
         if FAULT in text:
             try:
                 raise KeyError(text)
             except KeyError as error:
                 raise ValueError(f"cannot encode {text!r}") from error
-        return self._tokenizer.encode(text, *args, **kwargs)
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "encode", faulty)
 
 
 @asynccontextmanager
 async def whole_server(
-    log: Path, caplog: pytest.LogCaptureFixture
+    engine: Engine, log: Path, caplog: pytest.LogCaptureFixture
 ) -> AsyncIterator[tuple[str, str]]:
     """The server as main runs it; yields its gRPC target and HTTP URL."""
-    engine = arranged()
-    engine.processor.tokenizer = Faulty(engine.processor.tokenizer)
     config = EngineConfig(
         server=ServerSettings(
             port=0, http_port=0, max_message_bytes=2**16, drain_timeout_s=1, access_log=str(log)
@@ -79,8 +75,8 @@ BODIES: list[tuple[str, dict[str, Any] | str]] = [
     ("/v1/completions", {"prompt": "x", "guided_regex": SECRET + "("}),
     ("/v1/completions", {"prompt": SECRET, "model": SECRET}),
     ("/v1/completions", '{"prompt": "' + SECRET),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
-    ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}], "max_tokens": 2}),
     ("/v1/embeddings", {"input": SECRET}),
     ("/v1/embeddings", {"input": SECRET + FAULT}),
     ("/tokenize", {"prompt": SECRET}),
@@ -101,15 +97,20 @@ def messages() -> list[tuple[str, bytes]]:
         ours.GenerateRequest(prompt=text, sampling=sampling)
         for text in (SECRET, SECRET + FAULT, SECRET * 1000, SECRET * 10_000)
     ]
-    generate.append(ours.GenerateRequest(prompt=SECRET, model=SECRET))
-    turn = ours.ChatMessage(role=SECRET, content=SECRET)
-    generate.append(ours.GenerateRequest(chat=ours.ChatMessages(messages=[turn])))
+    turns = ours.ChatMessages(messages=[ours.ChatMessage(role=SECRET, content=SECRET)])
+    generate += [
+        ours.GenerateRequest(prompt=SECRET, sampling=sampling, model=SECRET),
+        ours.GenerateRequest(chat=turns, sampling=sampling),
+    ]
     text = jetstream.DecodeRequest.TextContent(text=SECRET + FAULT)
     calls = [
         *(("jserve.v1.GenerateService/Generate", m) for m in generate),
         *(("jserve.v1.GenerateService/GenerateStream", m) for m in generate),
         ("vllm.grpc.engine.VllmEngine/Generate", vllm.GenerateRequest(text=SECRET + FAULT)),
-        ("vllm.grpc.engine.VllmEngine/Generate", vllm.GenerateRequest(text=SECRET)),
+        (
+            "vllm.grpc.engine.VllmEngine/Generate",
+            vllm.GenerateRequest(text=SECRET, sampling_params=vllm.SamplingParams(max_tokens=2)),
+        ),
         ("jetstream_proto.Orchestrator/Decode", jetstream.DecodeRequest(text_content=text)),
     ]
     junk = ("jserve.v1.GenerateService/Generate", SECRET.encode())
@@ -117,12 +118,17 @@ def messages() -> list[tuple[str, bytes]]:
 
 
 async def test_no_log_holds_what_callers_write(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ):
+    engine = arranged()
+    break_tokenizer(engine.processor.tokenizer, monkeypatch)
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.DEBUG, "jserve")
     log, statuses, codes = tmp_path / "access.log", [], []
-    async with whole_server(log, caplog) as (target, url):
+    async with whole_server(engine, log, caplog) as (target, url):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
             for path, body in BODIES:
                 sent = {"json": body} if isinstance(body, dict) else {"data": body}
