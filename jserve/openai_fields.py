@@ -86,7 +86,7 @@ FORM: dict[str, Schema] = {
     "response_format": OBJECT,
     "guided_json": {"type": ["object", "string", "boolean"]},
     "guided_regex": TEXT,
-    "guided_choice": {"type": "array", "items": TEXT},
+    "guided_choice": {"type": "array", "items": _text(1, 2**20), "minItems": 1},
     "guided_grammar": TEXT,
     "structured_outputs": OBJECT,
 }
@@ -100,18 +100,60 @@ COMMON: dict[str, Schema] = {
     "prompt_logprobs": _integer(0, limits.MAX_LOGPROBS),
     "return_token_ids": BOOL,
 }
-CHAT: dict[str, Schema] = {
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "properties": {"role": TEXT, "content": {"type": ["string", "array", "null"]}},
-            "required": ["role"],
-        },
+_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": TEXT},
+    "required": ["type", "text"],
+}
+_FUNCTION_CALL: Schema = {
+    "type": "object",
+    "properties": {"name": TEXT, "arguments": {"type": ["string", "object", "null"]}},
+    "required": ["name"],
+}
+_TOOL_CALL: Schema = {
+    "type": "object",
+    "properties": {"id": TEXT, "type": {"const": "function"}, "function": _FUNCTION_CALL},
+    "required": ["function"],
+}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+# Which roles there are, and what their messages need, is the chat template's matter.
+MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": TEXT,
+        "content": {"anyOf": [_TEXT_OR_NULL, {"type": "array", "items": _PART}]},
+        "name": _TEXT_OR_NULL,
+        "tool_call_id": _TEXT_OR_NULL,
+        "reasoning_content": _TEXT_OR_NULL,
+        "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
     },
-    "tools": {"type": "array", "items": OBJECT},
-    "tool_choice": {"type": ["string", "object"]},
+    "required": ["role"],
+    "additionalProperties": False,
+}
+_FUNCTION: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": _TEXT_OR_NULL,
+        "parameters": {
+            "type": ["object", "null"],
+            "properties": {"type": {"const": "object"}},
+        },
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+CHAT: dict[str, Schema] = {
+    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
+    "tools": _list(_TOOL, 0, 128),
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
     "parallel_tool_calls": BOOL,
     "logprobs": BOOL,
     "top_logprobs": _integer(0, limits.MAX_LOGPROBS),
@@ -148,17 +190,11 @@ STREAM: dict[str, Schema] = {
         "additionalProperties": False,
     },
 }
-TOKENIZE: dict[str, Schema] = {
-    "model": TEXT,
-    "prompt": TEXT,
-    "messages": CHAT["messages"],
-    "tools": CHAT["tools"],
-    "tool_choice": CHAT["tool_choice"],
-    "add_generation_prompt": BOOL,
-    "continue_final_message": BOOL,
-    "chat_template_kwargs": OBJECT,
-    "add_special_tokens": BOOL,
-    "return_token_strs": BOOL,
+TOKENIZE: dict[str, Schema] = {"model": TEXT, "return_token_strs": BOOL}
+TOKENIZE_TEXT: dict[str, Schema] = {"prompt": TEXT, "add_special_tokens": BOOL}
+TOKENIZE_CHAT: dict[str, Schema] = {
+    **{name: CHAT[name] for name in ("messages", "tools", "tool_choice", "add_generation_prompt")},
+    **{name: CHAT[name] for name in ("continue_final_message", "chat_template_kwargs")},
 }
 DETOKENIZE: dict[str, Schema] = {
     "model": TEXT,

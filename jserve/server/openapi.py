@@ -107,8 +107,10 @@ def document() -> dict[str, Any]:
     chat = body_schema(*common, fields.CHAT, required=["messages"])
     text = body_schema(*common, fields.COMPLETIONS, {"prompt": fields.PROMPTS}, required=["prompt"])
     tokenize = {
-        **body_schema(fields.TOKENIZE),
-        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "oneOf": [
+            body_schema(fields.TOKENIZE, fields.TOKENIZE_TEXT, required=["prompt"]),
+            body_schema(fields.TOKENIZE, fields.TOKENIZE_CHAT, required=["messages"]),
+        ]
     }
     models = {"type": "object", "properties": {"data": {"type": "array", "items": _MODEL}}}
     name = {"name": "model", "in": "path", "required": True, "schema": fields.TEXT}
@@ -134,6 +136,7 @@ def document() -> dict[str, Any]:
                     body_schema(fields.DETOKENIZE, required=["tokens"]),
                 )
             },
+            "/tokenizer_info": {"get": operation(fields.OBJECT)},
             **{path: {"get": _health()} for path in ("/health", "/health/live", "/health/ready")},
             "/metrics": {"get": operation({"type": "string"}, kind="text/plain")},
         },
@@ -193,7 +196,8 @@ def generation(body: Schema, kind: str) -> Schema:
         "required": ["id", "object", "created", "model", "choices", "usage"],
     }
     shown = operation(answer, body) | {"parameters": _HEADERS}
-    events = {"schema": {"type": "string"}}
+    # The schema is of each event: 3.1 does not say how to describe a stream.
+    events = {"schema": {"type": "object", "properties": {"data": fields.TEXT}}}
     shown["responses"]["200"]["content"]["text/event-stream"] = events
     return shown
 

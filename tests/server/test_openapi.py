@@ -25,7 +25,13 @@ BESIDE = {
     "best_of": {"n": 1},
 }
 # Their ranges are the engine's, so that gRPC has them, too.
-CHECKED_LATER = {"prompt", *REQUEST, *(alias for alias, name in ALIASES.items() if name in REQUEST)}
+CHECKED_LATER = {
+    "prompt",
+    "guided_choice",
+    "tool_choice",
+    *REQUEST,
+    *(alias for alias, name in ALIASES.items() if name in REQUEST),
+}
 
 
 def schema_of(endpoint: str) -> dict:
