@@ -11,6 +11,8 @@ import numpy as np
 
 ALL = 0xFFFFFFFF  # of a word
 BITS = 32  # of a word: bit v % 32 of word v // 32 is that of token v
+# Which is the caller's mistake; all else that ends an output here is not.
+CONTRADICTION = "the request's settings together allow no token here"
 
 
 class Matcher(Protocol):
@@ -96,7 +98,7 @@ class Constraint:
         for ids in self._bad_after.get(last, ()):
             if tuple(output_token_ids[1 - len(ids) :]) == ids[:-1]:
                 words[ids[-1] // BITS] &= np.uint32(ALL ^ (1 << ids[-1] % BITS))
-        return "" if words.any() else "the request's settings together allow no token here"
+        return "" if words.any() else CONTRADICTION
 
     def accept(self, token_id: int) -> None:
         """Goes on by one token."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jserve.engine.constraint import ALL, num_mask_words
+from jserve.engine.constraint import ALL, CONTRADICTION, num_mask_words
 from jserve.engine.device import Runner, StepFailed, StepHandle, ask
 from jserve.engine.input_processor import InputProcessor, PreparedRequest
 from jserve.engine.metrics import EngineMetrics
@@ -268,7 +268,8 @@ class Engine:
             )
             if problem:
                 masks[row] = ALL
-                updates += self._output.fail(live, RequestFailed(problem))
+                kind = InvalidRequest if problem == CONTRADICTION else RequestFailed
+                updates += self._output.fail(live, kind(problem))
         ask(self._runner.choose, step.handle, masks)
 
     def _collect(self, step: StepInFlight, updates: list[RequestUpdate]) -> None:

@@ -136,7 +136,6 @@ def document() -> dict[str, Any]:
                     body_schema(fields.DETOKENIZE, required=["tokens"]),
                 )
             },
-            "/tokenizer_info": {"get": operation(fields.OBJECT)},
             **{path: {"get": _health()} for path in ("/health", "/health/live", "/health/ready")},
             "/metrics": {"get": operation({"type": "string"}, kind="text/plain")},
         },

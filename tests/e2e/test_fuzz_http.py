@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import aiohttp
+import pytest
+
 from tests.e2e.http_fuzzer import HttpFuzzer
 from tests.e2e.real_engine import arranged, serving_real, value
 from tests.server.conftest import Served
@@ -40,3 +43,16 @@ async def test_a_fault_of_the_server_is_a_surprise(monkeypatch):
         fuzzer = await fuzzed(served, 2)
     assert any("schemathesis" in surprise and "500" in surprise for surprise in fuzzer.surprises)
     assert any(surprise.startswith("raw: 500") for surprise in fuzzer.surprises)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_settings_that_leave_no_token_are_the_callers_mistake(stream):
+    """What the random calls have found."""
+    body = {"prompt": "a", "guided_choice": ["0"], "allowed_token_ids": [5], "stream": stream}
+    async with (
+        serving_real(arranged("sixteen"), http=True) as served,
+        aiohttp.ClientSession(served.http) as session,
+        session.post("/v1/completions", json=body) as response,
+    ):
+        assert response.status == 400
+        assert "together allow no token" in (await response.json())["error"]["message"]
