@@ -105,7 +105,7 @@ HELP: dict[str, dict[str, str]] = {
         "inference gateway read, too.",
         "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
         "step_timeout_s": "Seconds after which a device step counts as stuck, and health turns to "
-        "NOT_SERVING.",
+        "NOT_SERVING; 0: none does.",
         "max_message_bytes": "Largest request message; a longer one gets RESOURCE_EXHAUSTED, or "
         "413.",
         "max_header_bytes": "Largest head of an HTTP request, or metadata of a gRPC call.",

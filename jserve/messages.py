@@ -144,12 +144,13 @@ def joined(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
 
 def merged(updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
     """Returns what consecutive `updates` of one request say as one update for each choice, that of
-    the newest last: of those that end a choice, the order stays."""
-    parts: dict[int, list[RequestUpdate]] = {}
+    the newest last: of those that end a choice, the order stays. An error comes by itself."""
+    parts: dict[tuple[int, bool], list[RequestUpdate]] = {}
     for update in updates:
-        of_choice = parts.pop(update.index, [])
+        key = update.index, update.error is not None
+        of_choice = parts.pop(key, [])
         of_choice.append(update)
-        parts[update.index] = of_choice
+        parts[key] = of_choice
     return [p[0] if len(p) == 1 else _merged_choice(p) for p in parts.values()]
 
 

@@ -288,12 +288,11 @@ class AsyncEngine:
     def _give_up_on_reader(self, stream: RequestStream) -> None:
         self.abort(stream)
         self.metrics.on_slow_reader()
-        stream.end(
-            Overloaded(
-                f"the reader has left {stream.num_unread} updates unread, more than "
-                f"max_unread_updates={self._max_unread}; read faster or ask for fewer tokens"
-            )
+        error = Overloaded(
+            f"the reader has left {stream.num_unread} updates unread, more than "
+            f"max_unread_updates={self._max_unread}; read faster or ask for fewer tokens"
         )
+        stream.end(error, drop_unread=True)
 
     def _watch(self) -> None:
         """Looks after the engine's thread from now on."""

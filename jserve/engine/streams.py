@@ -56,8 +56,9 @@ class RequestStream:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    def end(self, error: Exception) -> None:
-        """Lets an error be the last update, in place of those that are unread."""
-        self._unread = []
+    def end(self, error: Exception, *, drop_unread: bool = False) -> None:
+        """Lets an error be the last update, behind those that are unread, or in place of them."""
+        if drop_unread:
+            self._unread = []
         update = RequestUpdate(request_id=self.request_id, finish_reason="error", error=error)
         self.put(update)

@@ -118,6 +118,17 @@ async def test_O05_what_a_slow_reader_has_missed_comes_as_one_update_of_each_cho
     assert stream.num_unread == 0
 
 
+async def test_what_came_before_an_error_is_read_before_it():
+    prepared = tiny().engine.processor.prepare(asking("r", [1, 2]))
+    stream = RequestStream(prepared, lambda stream: None)
+    for token in range(3):
+        stream.put(RequestUpdate(request_id="r", token_ids=(token,)))
+    stream.end(EngineDead("gone"))
+    first, last = await read(stream)
+    assert (first.token_ids, first.error, first.finish_reason) == ((0, 1, 2), None, None)
+    assert isinstance(last.error, EngineDead)
+
+
 def test_advice_before_any_request_has_ended_is_a_guess():
     assert RetryAdvice().after_s(0.0) == FIRST_GUESS_S
 
