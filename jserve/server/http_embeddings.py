@@ -46,7 +46,7 @@ async def embeddings(request: Request) -> Response:
     limits = front.engine.processor.limits
     if asked.dimensions not in (None, limits.hidden_size):
         raise InvalidRequest(
-            f"dimensions={asked.dimensions} is not supported: this model's embeddings have "
+            f"dimensions={asked.dimensions!r:.80} is not supported: this model's embeddings have "
             f"{limits.hidden_size}; leave it out"
         )
     _, requests, headers = as_headers_say(request, asked.requests)
