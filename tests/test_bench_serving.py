@@ -461,3 +461,8 @@ async def test_the_script_prints_a_table_and_writes_json_with_its_settings(tmp_p
     assert report["goodput"]["share"] == 1.0
     assert report["settings"]["seed"] == 5
     assert report["settings"]["concurrency"] == 2
+
+
+def test_settings_of_tls_that_a_backend_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match="https --base_url"):
+        bench.make_backend(parsed("--backend=openai", "--tls"))

@@ -89,6 +89,8 @@ def make_backend(values: Any) -> Backend:
     access = access_from_flags(values)
     if values.backend == "jserve":
         return JserveBackend(values.target, access)
+    if access.credentials is not None:
+        raise ConfigError("--backend=openai takes no --tls flags; give an https --base_url")
     try:
         extra_body = json.loads(values.extra_body)
     except ValueError as error:
