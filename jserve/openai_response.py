@@ -42,10 +42,10 @@ def response_body(
         **body_head(call, output.request_id, model, created),
         "choices": [
             _chat_choice(call, completion, tokenizer, new_parser(call.request, prompt_ids))
-            if chat
-            else _text_choice(call, output, completion, tokenizer)
             for completion in output.outputs
-        ],
+        ]
+        if chat
+        else _text_choices(call, output, tokenizer),
         "usage": usage_body(call, output.usage),
         **_about_prompt(call, output, tokenizer),
     }
@@ -66,10 +66,9 @@ def response_of_prompts(
     total = Usage.total(output.usage for output in outputs)
     choices: list[dict[str, Any]] = []
     for output in outputs:
-        for completion in output.outputs:
-            choice = _text_choice(call, output, completion, tokenizer)
-            choice |= {"index": len(choices), **_about_prompt(call, output, tokenizer)}
-            choices.append(choice)
+        about = _about_prompt(call, output, tokenizer)
+        for choice in _text_choices(call, output, tokenizer):
+            choices.append({**choice, "index": len(choices), **about})
     head = body_head(call, request_id, model, created)
     return {**head, "choices": choices, "usage": usage_body(call, total)}
 
@@ -150,8 +149,28 @@ def _tool_calls(deltas: Iterable[OutputDelta]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
+def _text_choices(
+    call: OpenAICall, output: RequestOutput, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    ids, echoed, prompt = output.prompt_token_ids, "", None
+    if call.echo:  # once for all choices: a long prompt's takes its time
+        echoed = prompt_text(call, output.prompt, ids, tokenizer)
+    if call.echo and output.prompt_logprobs is not None:
+        about = (output.prompt, ids, output.prompt_logprobs)
+        prompt = echoed_columns(call, *about, echoed, tokenizer)
+    return [
+        _text_choice(call, ids, completion, echoed, prompt, tokenizer)
+        for completion in output.outputs
+    ]
+
+
 def _text_choice(
-    call: OpenAICall, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer
+    call: OpenAICall,
+    prompt_ids: Sequence[int],
+    completion: CompletionOutput,
+    echoed: str,
+    prompt_columns: dict[str, list[Any]] | None,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     if call.is_echo_alone:
         completion = replace(
@@ -162,19 +181,15 @@ def _text_choice(
             finish_reason="length",
             stop_reason=None,
         )
-    ids = output.prompt_token_ids
-    echoed = prompt_text(call, output.prompt, ids, tokenizer) if call.echo else ""
     parts = None
     if completion.logprobs is not None:
         skip = call.request.sampling.skip_special_tokens
-        offsets = TextOffsets(tokenizer, ids, skip_special_tokens=skip, start=len(echoed))
+        offsets = TextOffsets(tokenizer, prompt_ids, skip_special_tokens=skip, start=len(echoed))
         starts = offsets.take(completion.token_ids, completion.text, is_last=True)
         of_output = [p.token_id for p in completion.logprobs]
         parts = columns(of_output, completion.logprobs, starts, tokenizer)
-        if call.echo:
-            about = (output.prompt, ids, output.prompt_logprobs or ())
-            prompt = echoed_columns(call, *about, echoed, tokenizer)
-            parts = {name: prompt[name] + column for name, column in parts.items()}
+        if prompt_columns is not None:
+            parts = {name: prompt_columns[name] + column for name, column in parts.items()}
     return {
         "index": completion.index,
         "text": echoed + completion.text,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jserve.messages import GenerateRequest, RequestUpdate, TokenLogprobs, Usage
@@ -84,12 +85,16 @@ class ChunkWriter:
         """That of the request, once it has ended."""
         return Usage.of_choices(self._usages)
 
+    def takes_long(self, update: RequestUpdate) -> bool:
+        """Whether an update holds, or repeats, the log-probabilities of a whole prompt."""
+        begins = update.index not in self._choices
+        return begins and self._request.sampling.prompt_logprobs is not None
+
     def take(self, update: RequestUpdate) -> str:
         """Returns the events that an update makes, none or several, as one text."""
         choice, events = self._choices.get(update.index), ""
         if choice is None:
-            needs_first = self._request.sampling.prompt_logprobs is not None
-            if needs_first and update.index and 0 not in self._choices:
+            if self.takes_long(update) and update.index and 0 not in self._choices:
                 self._early.append(update)
                 return ""
             choice, events = self._begin(update)
@@ -130,7 +135,7 @@ class ChunkWriter:
                     start=len(echoed),
                 )
             fields = {"text": echoed}
-        logprobs = self._echoed_logprobs() if self._call.echo and self._wants_logprobs else None
+        logprobs = self._echoed_logprobs if self._call.echo and self._wants_logprobs else None
         about = self._about_prompt() if update.index == 0 else {}
         if not (self._is_chat or self._call.echo or about):
             return choice, ""
@@ -150,6 +155,7 @@ class ChunkWriter:
     def _echoed(self) -> str:
         return prompt_text(self._call, self._request.prompt, self._prompt_ids, self._tokenizer)
 
+    @cached_property
     def _echoed_logprobs(self) -> dict[str, list[Any]]:
         prompt = (self._request.prompt, self._prompt_ids, self._prompt_logprobs)
         return echoed_columns(self._call, *prompt, self._echoed(), self._tokenizer)

@@ -153,7 +153,10 @@ class _Generation:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         async def take(index: int, update: RequestUpdate) -> None:
-            if text := writers[index].take(update):
+            writer = writers[index]
+            is_long = writer.takes_long(update)
+            text = await asyncio.to_thread(writer.take, update) if is_long else writer.take(update)
+            if text:
                 await emit(text)
 
         try:
