@@ -41,9 +41,14 @@ _UNCOUNTED = ("/health", "/metrics")
 
 
 def make_app(
-    front: Front, settings: ServerSettings, *, extra_routes: Sequence[Route] = ()
+    front: Front,
+    settings: ServerSettings,
+    *,
+    extra_routes: Sequence[Route] = (),
+    local_names_only: bool = False,
 ) -> Starlette:
-    """Returns the HTTP API over the engine behind `front`, as an ASGI application."""
+    """Returns the HTTP API over the engine behind `front`, as an ASGI application; for the last
+    argument see HttpGuard."""
     kinds = (JserveError, HTTPException, ClientGone, RecursionError)
     app = Starlette(
         routes=[*(route for routes in ROUTES for route in routes(front)), *extra_routes],
@@ -53,7 +58,12 @@ def make_app(
     app.state.settings = settings
     app.add_middleware(OpenCalls, limit=settings.max_open_streams)
     app.add_middleware(Faults)
-    app.add_middleware(HttpGuard, front=front, max_header_bytes=settings.max_header_bytes)
+    app.add_middleware(
+        HttpGuard,
+        front=front,
+        max_header_bytes=settings.max_header_bytes,
+        local_names_only=local_names_only,
+    )
     return app
 
 

@@ -4,6 +4,9 @@ paths, headers and callers: no bodies.
 
 from __future__ import annotations
 
+import re
+from ipaddress import ip_address
+
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,12 +25,19 @@ CALLER_PATHS = ("/v1/", "/tokenize", "/detokenize", "/openapi.json")
 
 class HttpGuard:
     """Refuses, before anything of its body is read, a request whose caller is not known or may not
-    see this, whose head is too large, or that another site's page made a browser send."""
+    see this, whose head is too large, or that another site's page made a browser send.
 
-    def __init__(self, app: ASGIApp, front: Front, max_header_bytes: int) -> None:
+    With `local_names_only` it has to be addressed by number or as localhost: a name that a site has
+    pointed at this machine makes a browser take its page for ours.
+    """
+
+    def __init__(
+        self, app: ASGIApp, front: Front, max_header_bytes: int, *, local_names_only: bool = False
+    ) -> None:
         self._app = app
         self._front = front
         self._max_header_bytes = max_header_bytes
+        self._local_names_only = local_names_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -54,6 +64,12 @@ class HttpGuard:
                 431, f"the head is larger than {self._max_header_bytes} bytes (--max_header_bytes)"
             )
         headers = Headers(scope=scope)
+        if self._local_names_only and not _is_local(headers.get("host", "")):
+            raise HTTPException(
+                421,
+                f"this server is not {headers['host']!r:.80}: without keys it answers to localhost "
+                "and addresses only; start it with --api_keys, or behind a proxy with --insecure",
+            )
         certificate = scope.get("state", {}).get("certificate", "")  # see http_connection
         caller = self._front.gate.admit(api_key_of(headers), certificate)
         admitted.set(caller)
@@ -62,6 +78,18 @@ class HttpGuard:
         if scope["method"] not in ("GET", "HEAD") and _is_of_another_site(headers):
             raise Forbidden("a page of another site made this request; use this server's own")
         return caller
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header is empty, an address or localhost."""
+    name = re.sub(r":\d*$", "", host.strip()).strip("[]").lower().rstrip(".")
+    if not name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_of_another_site(headers: Headers) -> bool:

@@ -91,7 +91,9 @@ async def _serve(
     health = EngineHealth(lambda: front.is_ready, ENGINE_SERVICES)
     credentials = tls.grpc_credentials() if tls else None
     server, port = create_server(settings, front, health, logs.interceptors, credentials)
-    app = logs.around(make_app(front, settings))
+    security = config.security
+    is_open = bool(security.insecure or security.api_keys or security.tls_cert)
+    app = logs.around(make_app(front, settings, local_names_only=not is_open))
     context = tls.http_context() if tls else None
     http = HttpServer(app, settings, context) if settings.enable_http else None
     await health.refresh()

@@ -94,3 +94,26 @@ async def test_an_answer_does_not_wait_for_the_receipt_of_its_head():
                 await response.read()
             took.append(time.perf_counter() - began)
     assert min(took[1:]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(("127.0.0.1:8000", 503), ("localhost", 503), ("LocalHost.:80", 503), ("[::1]:1", 503)),
+        *(("evil.example", 421), ("localhost.evil.example:8000", 421), ("127.0.0.1.nip.io", 421)),
+    ],
+)
+async def test_a_name_that_a_site_points_at_this_machine_is_refused_without_keys(host, status):
+    settings = ServerSettings(http_port=0)
+    server = HttpServer(make_app(Front(), settings, local_names_only=True), settings)
+    await server.start()
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(server.url + "/v1/models", headers={"host": host}) as response,
+        ):
+            assert response.status == status
+            if status == 421:
+                assert "--api_keys" in (await response.json())["error"]["message"]
+    finally:
+        await server.stop(0)
