@@ -20,6 +20,8 @@ from scheduler.suspects import Group
 
 MAX_PASSED = 64  # requests set aside, or taken back, per call
 
+_WAIT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 Lane = tuple[str, Hashable]
 
 
@@ -28,6 +30,7 @@ class Admission:
 
     Attributes:
       held: groups of requests that may not start, because of suspects.py.
+      alone: likewise, the one request that may; None: anyone.
     """
 
     def __init__(self, config: SchedulerConfig, pages: RequestPages) -> None:
@@ -35,6 +38,7 @@ class Admission:
         self.num_tokens = 0  # prompt tokens that wait to be admitted for the first time
         self.num_preempted = 0
         self.held: list[Group] = []
+        self.alone: Request | None = None
         self.running_of = Counter[str]()  # running requests by class
         self.waiting_of = Counter[str]()  # waiting ones by class
         self.long: set[Request] = set()  # long prompts in prefill
@@ -112,6 +116,8 @@ class Admission:
 
     def first(self, now: float) -> Request | None:
         """Returns the request to admit next, without taking it out."""
+        if self.alone is not None:
+            return self.alone if self.alone.status in _WAIT else None
         self._take_back(now)
         for _ in range(MAX_PASSED):
             request = self.queue.first(now)

@@ -3,29 +3,39 @@ then in halves. Knows requests and groups of them: not why steps fail, not devic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from typing import Protocol
 
 from scheduler.request import Request
 
 Group = tuple[Request, ...]
 
 
-class Suspects:
-    """Who is tried now and who waits for that; all others run as ever.
+class Waiting(Protocol):
+    """See `Admission`."""
 
-    A request is cleared by a token that it gets, or its embedding. One whose steps fail though
-    nobody else is tried is the culprit.
+    held: list[Group]
+    alone: Request | None
+
+
+class Suspects:
+    """Who is tried now and who waits for that; all others run as ever, but for one that is last to
+    be accused: it is tried alone, as the fault may be that of somebody who has come since.
+
+    A request is cleared by a token that it gets, or its embedding. One whose step fails though
+    nobody else is in it is the culprit.
 
     Args:
-      held: takes up the groups that may not start before their trial; see `Admission.held`.
+      waiting: is told who may not start before their trial.
 
     Attributes:
       num_culprits: those found since a step last gave tokens.
     """
 
-    def __init__(self, held: list[Group]) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         self.num_culprits = 0
-        self._held = held
+        self._waiting = waiting
+        self._held = waiting.held
         self._on_trial: set[Request] = set()
 
     @property
@@ -33,7 +43,7 @@ class Suspects:
         """Whether steps matter here at all."""
         return bool(self._on_trial or self._held or self.num_culprits)
 
-    def on_failure(self, requests: Iterable[Request]) -> Request | None:
+    def on_failure(self, requests: Collection[Request]) -> Request | None:
         """Hears who was in the steps that failed; returns the culprit, if it is known now."""
         there = [request for request in requests if not request.is_finished]
         accused = [request for request in there if request in self._on_trial]
@@ -46,7 +56,10 @@ class Suspects:
         self._on_trial = set(first)
         if second:
             return None
-        self._on_trial.clear()
+        if len(requests) > 1:
+            self._waiting.alone = first[0]
+            return None
+        self._end_trial(there)
         self.num_culprits += 1
         return first[0]
 
@@ -54,10 +67,15 @@ class Suspects:
         """Hears who got a token, or all that they asked for."""
         if requests:
             self.num_culprits = 0
+        self._end_trial(requests)
+
+    def _end_trial(self, requests: Collection[Request]) -> None:
         self._on_trial.difference_update(requests)
+        if self._waiting.alone not in self._on_trial:
+            self._waiting.alone = None
 
     def go_on(self) -> None:
         """Begins the next trial when nobody is left of the one before."""
-        self._on_trial = {request for request in self._on_trial if not request.is_finished}
+        self._end_trial([request for request in self._on_trial if request.is_finished])
         while self._held and not self._on_trial:
             self._on_trial = {r for r in self._held.pop(0) if not r.is_finished}

@@ -80,7 +80,7 @@ class Engine:
         self._in_flight: deque[StepInFlight] = deque()
         self._unchosen: StepInFlight | None = None  # the newest one, while its masks are missing
         self._did_nothing = False
-        self._suspects = Suspects(scheduler.waiting.held)
+        self._suspects = Suspects(scheduler.waiting)
         self._newest_plan: StepPlan | None = None  # for whoever asks what a stuck step computes
         self._step_log, self._request_log = step_log, request_log
         self._recorder = StepRecorder(scheduler, metrics, step_log, overlap=overlap)
@@ -223,7 +223,7 @@ class Engine:
         self._unchosen = None
         culprit = self._suspects.on_failure(self.scheduler.restart())
         if culprit is not None:
-            log.error("the device fails on request %s, which is ended", culprit.request_id)
+            log.error("the device fails on request %r, which is ended", culprit.request_id)
             updates += self._output.fail(self._output.live_of[culprit], RequestFailed(_CULPRIT))
         if self._suspects.num_culprits >= MOST_CULPRITS:
             raise EngineDead(f"the device fails with every request: {error}") from error

@@ -97,7 +97,7 @@ class OutputProcessor:
         not the error's own words, which may quote the output."""
         name, request_id = type(error).__name__, live.choices.request_id
         trace = "".join(traceback.format_tb(error.__traceback__))
-        log.error("the output of %s cannot be dealt with: %s\n%s", request_id, name, trace)
+        log.error("the output of %r cannot be dealt with: %s\n%s", request_id, name, trace)
         return self.fail(live, RequestFailed(f"the request's output cannot be dealt with ({name})"))
 
     def on_token(

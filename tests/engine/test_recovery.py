@@ -138,6 +138,46 @@ def test_requests_that_come_during_a_trial_do_not_wait_for_it():
     assert order.index("new") < max(order.index(name) for name in held)
 
 
+@BOTH
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_is_on_trial_does_not_answer_for_a_request_that_has_come_since(overlap, leaves):
+    t = tiny(overlap=overlap, max_num_seqs=8)
+    fail_with(t, "bad", "worse")
+    good = asking("good", [1, 2, 3], 9)
+    for request in (good, asking("bad", [4, 5], 9)):
+        t.engine.add(request)
+    updates = []
+    while not t.engine.scheduler.waiting.held:
+        updates += t.engine.step()
+    t.engine.add(asking("worse", [42], 3))
+    if leaves:
+        t.engine.step()
+        t.engine.abort("worse")
+    outputs = joined(updates + run(t.engine))
+    assert outputs["good"].token_ids == answer(good)
+    assert isinstance(outputs["bad"].last.error, RequestFailed)
+    assert leaves or isinstance(outputs["worse"].last.error, RequestFailed)
+    t.assert_idle()
+
+
+@BOTH
+def test_who_is_to_be_tried_alone_and_leaves_holds_up_nobody(overlap):
+    t = tiny(overlap=overlap, max_num_seqs=8)
+    fail_with(t, "bad")
+    t.engine.add(asking("bad", [4, 5], 9))
+    t.engine.step()
+    others = requests()
+    for request in others:
+        t.engine.add(request)
+    while t.engine.scheduler.waiting.alone is None:
+        t.engine.step()
+    t.engine.abort("bad")
+    outputs = joined(run(t.engine))
+    for request in others:
+        assert outputs[request.request_id].token_ids == answer(request)
+    t.assert_idle()
+
+
 def test_suspects_that_leave_during_their_trial_hold_up_nobody():
     t = tiny(max_num_seqs=8)
     fail_with(t, "r0", "r1")
@@ -220,7 +260,7 @@ def test_a_tokenizer_that_fails_ends_the_one_request_and_its_words_are_not_logge
         else:
             assert output.token_ids == answer(request)
     assert SECRET not in caplog.text
-    assert re.search(r"r2 cannot be dealt with: ValueError\n(.*\n)*.*in failing", caplog.text)
+    assert re.search(r"'r2' cannot be dealt with: ValueError\n(.*\n)*.*in failing", caplog.text)
     assert t.value("requests_finished_total", reason="error") == 1
     t.assert_idle()
 
@@ -288,3 +328,18 @@ def test_a_request_that_ends_in_the_turn_in_which_the_device_fails_is_told():
     assert isinstance(outputs["broken"].last.error, RequestFailed)
     assert t.value("step_failures_total") == 1
     t.assert_idle()
+
+
+def test_a_name_that_a_caller_chose_writes_no_line_of_the_log(caplog):
+    name = "r\n2026-11-30 all is well"
+    t = tiny()
+    t.device.on_dispatch = lambda: (_ for _ in ()).throw(RuntimeError("no"))
+    t.engine.add(asking(name, [1], 3))
+    t.engine.step()
+    t.engine.step()
+    t.device.on_dispatch = lambda: None
+    t.engine.add(asking(name, [1], 3))
+    break_text(t, name, 1)
+    run(t.engine)
+    assert caplog.text.count("all is well") == 2
+    assert "\n2026-11-30" not in caplog.text
