@@ -24,7 +24,7 @@ from jserve.openai_http import HttpBody, read_http_body
 from jserve.openai_response import body_head, response_body, response_of_prompts
 from jserve.openai_stream import DONE, ChunkWriter, event, usage_event
 from jserve.server.front import Answer, Call, Front
-from jserve.server.http_errors import ClientGone, JsonResponse, error_body
+from jserve.server.http_errors import ClientGone, error_body, json_bytes
 from jserve.server.http_request import (
     as_headers_say,
     call_of_http,
@@ -122,7 +122,10 @@ class _Generation:
             body = response_of_prompts(call, outputs, request_id=self._request_id, **about)
         else:
             body = response_body(call, outputs[0], new_parser=self._new_parser, **about)
-        return JsonResponse(body, headers=self._headers)
+        # Piece by piece: no other thread runs while one is encoded.
+        choices = b",".join(map(json_bytes, body.pop("choices")))
+        data = json_bytes(body)[:-1] + b',"choices":[' + choices + b"]}"
+        return Response(data, media_type="application/json", headers=self._headers)
 
     async def _stream(self, answers: Sequence[Answer], send: Send) -> None:
         """Sends events as updates come. Until the first, an error still has a status of its own;
