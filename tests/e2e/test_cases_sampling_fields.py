@@ -10,7 +10,8 @@ import pytest
 from jserve.engine.engine import Engine
 from jserve.messages import GenerateRequest
 from jserve.offline import RequestDriver, RequestOutput
-from jserve.openai_format import Endpoint, parse_body
+from jserve.openai_format import Endpoint
+from jserve.openai_http import read_http_body
 from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.wire import request_from_proto, request_to_proto
@@ -36,7 +37,8 @@ def http(prompt: list[int], fields: dict) -> GenerateRequest:
         body["logit_bias"] = {str(i): bias for i, bias in body["logit_bias"].items()}
     if "structured" in fields:
         body[f"guided_{fields['structured'].kind}"] = fields["structured"].value
-    return parse_body(Endpoint.COMPLETIONS, {"prompt": prompt} | body).request
+    [request] = read_http_body(Endpoint.COMPLETIONS, {"prompt": prompt} | body).requests
+    return request
 
 
 def answer(engine: Engine, request: GenerateRequest) -> RequestOutput:
