@@ -100,7 +100,7 @@ class ServerSettings:
     max_message_bytes: int = 4 * 2**20
     max_header_bytes: int = 2**14
     max_open_streams: int = 4096  # calls at once, of all callers
-    max_unread_updates: int = 4096  # of one stream, whose reader is then given up
+    max_unread_updates: int = 4096  # of a choice, whose reader is then given up
     enable_cache_service: bool = False  # reset and KV events, for operators and routers
     access_log: str = ""  # file with a record per call; "-": standard output; "": none
     otlp_endpoint: str = ""  # OpenTelemetry collector that gets spans; "": none

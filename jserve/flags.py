@@ -110,7 +110,7 @@ HELP: dict[str, dict[str, str]] = {
         "413.",
         "max_header_bytes": "Largest head of an HTTP request, or metadata of a gRPC call.",
         "max_open_streams": "Calls at once; one more gets RESOURCE_EXHAUSTED, or 429.",
-        "max_unread_updates": "Updates of a stream that may wait for its reader; then its request "
+        "max_unread_updates": "Updates of a choice that may wait for a reader; then its request "
         "is aborted.",
         "enable_cache_service": "Serve jserve.v1.CacheService: reset of the prefix cache, and its "
         "events, which show the tokens of every prompt to whoever can connect.",

@@ -47,7 +47,7 @@ class AsyncEngine:
     Args:
       step_timeout_s: a step that takes longer is stuck: new requests are refused meanwhile, and
         those that wait for it end with an error after twice that time; 0: no limit.
-      max_unread_updates: a reader that leaves more unread loses its request.
+      max_unread_updates: a reader that leaves more of a choice unread loses its request.
       profiler: what records the device; None where that was not asked for.
     """
 
@@ -282,14 +282,15 @@ class AsyncEngine:
             if update.is_last:
                 del self._streams[update.request_id]
             stream.put(update)
-            if stream.num_unread > self._max_unread and not update.is_last:
+            most = self._max_unread * stream.num_choices
+            if stream.num_unread > most and not update.is_last:
                 self._give_up_on_reader(stream)
 
     def _give_up_on_reader(self, stream: RequestStream) -> None:
         self.abort(stream)
         self.metrics.on_slow_reader()
         error = Overloaded(
-            f"the reader has left {stream.num_unread} updates unread, more than "
+            f"the reader has left {stream.num_unread} updates unread, for each choice more than "
             f"max_unread_updates={self._max_unread}; read faster or ask for fewer tokens"
         )
         stream.end(error, drop_unread=True)

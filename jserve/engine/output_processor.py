@@ -243,7 +243,7 @@ class OutputProcessor:
             del self.live[live.choices.request_id]
         timings = live.timings(now)
         self._metrics.on_finish(name, timings, request.num_prompt_tokens, live.num_tokens)
-        self._retry_advice.on_end(now)
+        self._retry_advice.on_end(now, request.arrival_time)
         if live.first_token_time is None and reason == FinishReason.DEADLINE:
             self._metrics.on_no_first_token(request.request_class)
         if self._request_log:

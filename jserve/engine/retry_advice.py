@@ -19,10 +19,11 @@ class RetryAdvice:
         self._last_end: float | None = None
         self._promised = 0.0  # the time of the last place that somebody was promised
 
-    def on_end(self, now: float) -> None:
-        """Hears that a request has ended, and so made room, at `now` seconds of any clock."""
+    def on_end(self, now: float, arrived: float) -> None:
+        """Hears that a request which had `arrived` has ended, and so made room, at `now` seconds of
+        any clock. Before it came there may have been nobody to end."""
         if self._last_end is not None:
-            gap = now - self._last_end
+            gap = now - max(self._last_end, arrived)
             old = gap if self._gap_s is None else self._gap_s
             self._gap_s = old + _WEIGHT * (gap - old)
         self._last_end = now

@@ -14,6 +14,8 @@ class Lease(Protocol):
 
     def close(self) -> None: ...  # at the end; harmless when repeated
 
+    def give_back(self) -> None: ...  # and close: the server had no room for the request
+
 
 class Quota(Protocol):
     def enter(self) -> Lease:

@@ -14,7 +14,7 @@ from jserve.engine.device import Profiler
 from jserve.engine.input_processor import InputProcessor
 from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
-from jserve.errors import EngineDead, Forbidden
+from jserve.errors import EngineDead, Forbidden, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, Usage
 from jserve.server.caller import Caller, Gate, Lease, OpenGate
 
@@ -142,6 +142,9 @@ class Answer:
                 record.timings = update.timings
                 if update.usage is not None:
                     record.usages.append(update.usage)
+                if self._lease is not None and update.is_last:  # of choices that best_of leaves out
+                    num_all = sum(usage.completion_tokens for usage in record.usages)
+                    self._lease.charge(max(num_all - record.num_output_tokens, 0))
             if update.error is not None:
                 record.error = update.error
                 raise update.error
@@ -219,7 +222,8 @@ class Front:
             stream = await self.engine.submit(request)
         except BaseException as error:  # a call may also be cancelled here
             if lease is not None:
-                lease.close()
+                has_no_room = isinstance(error, (Overloaded, EngineDead))
+                (lease.give_back if has_no_room else lease.close)()
             record.request_id = request.request_id or ""
             record.error = error
             self._tell(record)

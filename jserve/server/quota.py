@@ -105,6 +105,10 @@ class CallerQuota:
     def leave(self) -> None:
         self._num_open -= 1
 
+    def give_back(self) -> None:
+        if "requests" in self._buckets:
+            self._buckets["requests"].take(-1, self._clock())
+
     def headers(self) -> dict[str, str]:
         """Returns what is left, under the names of OpenAI's API."""
         now, headers = self._clock(), {}
@@ -131,3 +135,8 @@ class QuotaLease:
         if self._is_open:
             self._is_open = False
             self._quota.leave()
+
+    def give_back(self) -> None:
+        if self._is_open:
+            self._quota.give_back()
+            self.close()

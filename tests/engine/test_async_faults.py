@@ -101,6 +101,19 @@ async def test_a_reader_that_leaves_too_much_unread_loses_its_request_and_no_oth
     t.assert_idle()
 
 
+async def test_a_reader_of_many_choices_may_leave_as_much_of_each_unread():
+    t = tiny()
+    many = asking("many", [1, 2], 15, n=6)
+    async with running(t, max_unread_updates=16) as (front, gate):
+        stream = await front.submit(many)
+        gate.open()
+        while t.value("requests_finished_total", reason="length") != 6:
+            time.sleep(0.001)  # the loop has other things to do
+        updates = await read(stream)
+    assert updates[-1].error is None
+    assert [len(ids(u for u in updates if u.index == i)) for i in range(6)] == [15] * 6
+
+
 async def test_O05_what_a_slow_reader_has_missed_comes_as_one_update_of_each_choice():
     prepared = tiny().engine.processor.prepare(asking("r", [1, 2], n=2))
     stream = RequestStream(prepared, lambda stream: None)
@@ -136,10 +149,18 @@ def test_advice_before_any_request_has_ended_is_a_guess():
 def test_refused_callers_are_told_one_place_after_the_other_as_fast_as_requests_end():
     advice = RetryAdvice()
     for end in range(11):
-        advice.on_end(0.5 * end)
+        advice.on_end(0.5 * end, arrived=0.0)
     assert [advice.after_s(5.0) for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
     assert advice.after_s(6.0) == pytest.approx(1.0), "the line moves on with time"
     assert max(advice.after_s(6.0) for _ in range(1000)) == MOST_S
+
+
+def test_a_quiet_hour_is_no_sign_of_slow_requests():
+    advice = RetryAdvice()
+    for end in range(11):
+        advice.on_end(0.5 * end, arrived=0.0)
+    advice.on_end(3600.0, arrived=3599.5)
+    assert advice.after_s(3600.0) == pytest.approx(0.5)
 
 
 async def test_a_refused_request_is_told_when_to_come_again():
