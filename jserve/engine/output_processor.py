@@ -25,6 +25,7 @@ from scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+_BAD_HIDDEN = "the model's hidden states are not numbers (NaN or infinity): there is no embedding"
 MIN_JUMP = 2  # forced tokens; the step in flight computes one anyway
 
 
@@ -141,10 +142,7 @@ class OutputProcessor:
         the last of them end the request."""
         request = live.prepared.request
         if not np.isfinite(sums).all():
-            error = (
-                "the model's hidden states are not numbers (NaN or infinity); there is no embedding"
-            )
-            return self.fail(live, RequestFailed(error), is_poisoned=True)
+            return self.fail(live, RequestFailed(_BAD_HIDDEN), is_poisoned=True)
         live.pooled = live.pooled or PooledPrompt(request.sampling.pooling)
         live.pooled.add(start, sums)
         if end < request.num_prompt_tokens:
