@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from jserve.server import http_embeddings
+from jserve.server.caller import Caller
+from jserve.server.quota import CallerQuota, QuotaLimits
 from tests.e2e.real_engine import (
     arranged,
     assert_balanced,
@@ -134,3 +136,18 @@ async def test_embeddings_and_chats_are_served_side_by_side():
     assert answers[0].usage.completion_tokens == greedy(30).max_tokens
     expected = embedded(reference(), TEXTS, "last")
     np.testing.assert_allclose([e.embedding for e in answers[1].data], expected, **CLOSE)
+
+
+async def test_a_call_is_one_request_of_its_callers_quota_and_all_of_its_tokens():
+    quota = CallerQuota(QuotaLimits(requests_per_minute=2, max_concurrent_requests=1))
+    async with served() as (server, client):
+        server.front.gate.admit = lambda key, certificate: Caller(name="k", quota=quota)
+        for _ in range(2):
+            answer = await client.embeddings.create(model="tiny", input=TEXTS)
+            assert len(answer.data) == len(TEXTS)
+        with pytest.raises(openai.RateLimitError, match="used up its requests"):
+            await client.embeddings.create(model="tiny", input=TEXTS[0])
+        quota.set_limits(QuotaLimits(tokens_per_minute=sum(map(len, TEXTS)) - 1))
+        await client.embeddings.create(model="tiny", input=TEXTS)
+        with pytest.raises(openai.RateLimitError, match="used up its tokens"):
+            await client.embeddings.create(model="tiny", input=TEXTS[0])
