@@ -35,6 +35,7 @@ def _text(low: int, high: int) -> Schema:
 BOOL: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 TEXT: Schema = {"type": "string"}
+NOTHING: Schema = {"type": "null"}  # what counts as absent, whatever its name
 TOKEN_ID = _integer(0)
 TOKEN_IDS = _list(TOKEN_ID, 1, 2**20)
 _STOP = _text(1, limits.MAX_STOP_CHARS)
@@ -128,7 +129,7 @@ MESSAGE: Schema = {
         "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
     },
     "required": ["role"],
-    "additionalProperties": False,
+    "additionalProperties": NOTHING,
 }
 _FUNCTION: Schema = {
     "type": "object",
@@ -187,7 +188,7 @@ STREAM: dict[str, Schema] = {
             "continuous_usage_stats": {"type": ["boolean", "null"]},
             "include_obfuscation": {"enum": [False, None]},
         },
-        "additionalProperties": False,
+        "additionalProperties": NOTHING,
     },
 }
 TOKENIZE: dict[str, Schema] = {"model": TEXT, "return_token_strs": BOOL}

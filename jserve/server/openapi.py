@@ -145,7 +145,7 @@ def document() -> dict[str, Any]:
 def body_schema(*tables: Mapping[str, Schema], required: Iterable[str] = ()) -> Schema:
     """Returns the schema of an object with the fields of all `tables`, and no others; those of
     sampling and requests have their other names, too. Null counts as absent, so what is not
-    required may be null."""
+    required, and whatever is not known, may be null."""
     known = {name: schema for table in tables for name, schema in table.items()}
     if fields.REQUEST.items() <= known.items():
         aliases = fields.ALIASES.items()
@@ -163,7 +163,7 @@ def body_schema(*tables: Mapping[str, Schema], required: Iterable[str] = ()) -> 
             name: schema if name in must else {"anyOf": [schema, {"type": "null"}]}
             for name, schema in known.items()
         },
-        "additionalProperties": False,
+        "additionalProperties": fields.NOTHING,
         **({"required": must} if must else {}),
     }
 
