@@ -4,6 +4,7 @@ keys, methods and paths: no request's insides.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
@@ -14,6 +15,7 @@ import grpc
 from jserve.config import EngineConfig, parse_classes
 from jserve.errors import (
     ConfigError,
+    DeadlineExceeded,
     Forbidden,
     InvalidRequest,
     JserveError,
@@ -29,6 +31,7 @@ from jserve.server.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+ARRIVAL_LIMIT_S = 60.0  # of a call's message: calls without one would take the place of others
 HEALTH = "/grpc.health.v1.Health/"
 # What shows or changes something of all callers.
 ADMIN_METHODS = (
@@ -179,6 +182,11 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
 
 
 async def _only(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-    async for request in requests:
-        return request
-    await end_with_status(context, InvalidRequest("the call ended without its message"))
+    error: JserveError = InvalidRequest("the call ended without its message")
+    try:
+        async with asyncio.timeout(ARRIVAL_LIMIT_S):
+            async for request in requests:
+                return request
+    except TimeoutError:
+        error = DeadlineExceeded(f"the call's message did not come within {ARRIVAL_LIMIT_S:g} s")
+    await end_with_status(context, error)

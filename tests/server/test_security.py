@@ -21,12 +21,12 @@ from jserve.client import GenerateClient
 from jserve.errors import ConfigError, Forbidden, Overloaded, Unauthenticated
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
-from jserve.server import watch
+from jserve.server import security, watch
 from jserve.server.api_keys import add_entry, digest_of, new_key
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.proto import generate_pb2_grpc
 from jserve.server.security import KeyGate
-from tests.server.conftest import Served, serving, until
+from tests.server.conftest import TIMEOUT_S, Served, serving, until
 from tests.server.fake_engine import FakeEngine
 
 ASK = GenerateRequest(prompt="x", sampling=SamplingParams(max_tokens=2))
@@ -359,3 +359,18 @@ def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch
         now[0] += 0.01
         assert not watched.has_changed()
     assert 9 <= len(looks) <= 12
+
+
+async def test_a_call_whose_message_does_not_come_makes_room_for_others(monkeypatch):
+    monkeypatch.setattr(security, "ARRIVAL_LIMIT_S", 0.1)
+    method = "/jserve.v1.GenerateService/Generate"
+    async with serving(max_open_streams=2) as s:
+        calls = [s.channel.stream_unary(method)() for _ in range(2)]  # which begin, and no more
+        for call in calls:
+            await call.wait_for_connection()
+        for call in calls:
+            async with asyncio.timeout(TIMEOUT_S):
+                await call.code()
+            assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "did not come within 0.1 s" in await call.details()
+        assert (await s.client.generate(ASK)).text
