@@ -84,6 +84,11 @@ class _Share:
     def close(self) -> None:
         """One input has ended, not the call."""
 
+    def give_back(self) -> None:
+        """An input has found no room, which ends the call."""
+        if self._lease:
+            self._lease.give_back()
+
     def end(self) -> None:
         if self._lease:
             self._lease.close()

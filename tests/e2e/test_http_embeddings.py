@@ -10,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 
+from jserve.errors import Overloaded
 from jserve.server import http_embeddings
 from jserve.server.caller import Caller
 from jserve.server.quota import CallerQuota, QuotaLimits
@@ -151,3 +152,19 @@ async def test_a_call_is_one_request_of_its_callers_quota_and_all_of_its_tokens(
         await client.embeddings.create(model="tiny", input=TEXTS)
         with pytest.raises(openai.RateLimitError, match="used up its tokens"):
             await client.embeddings.create(model="tiny", input=TEXTS[0])
+
+
+async def test_a_call_that_finds_no_room_is_none_of_its_callers_quota():
+    quota = CallerQuota(QuotaLimits(requests_per_minute=1, max_concurrent_requests=1))
+    async with served() as (server, client):
+        server.front.gate.admit = lambda key, certificate: Caller(name="k", quota=quota)
+        submit, server.front.engine.submit = server.front.engine.submit, full
+        with pytest.raises(openai.RateLimitError, match="the queue is full"):
+            await client.embeddings.create(model="tiny", input=TEXTS)
+        server.front.engine.submit = submit
+        answer = await client.embeddings.create(model="tiny", input=TEXTS)
+        assert len(answer.data) == len(TEXTS)
+
+
+async def full(request):
+    raise Overloaded("the queue is full")
