@@ -200,8 +200,11 @@ class Front:
     def is_ready(self) -> bool:
         return not self._closed_because and self._engine is not None and self._engine.is_ready
 
-    async def submit(self, request: GenerateRequest, call: Call) -> Answer:
-        """Hands a request to the engine in the name of its caller.
+    async def submit(
+        self, request: GenerateRequest, call: Call, *, tries_again: bool = False
+    ) -> Answer:
+        """Hands a request to the engine in the name of its caller. One for which there is no room
+        is no news for the observers where whoever asks `tries_again`.
 
         Raises:
           Forbidden: the caller may not use this class.
@@ -226,7 +229,8 @@ class Front:
                 (lease.give_back if has_no_room else lease.close)()
             record.request_id = request.request_id or ""
             record.error = error
-            self._tell(record)
+            if not (tries_again and isinstance(error, Overloaded)):
+                self._tell(record)
             raise
         record.request_id = stream.request_id
         if lease is not None:

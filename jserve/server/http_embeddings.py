@@ -69,6 +69,7 @@ class _Share:
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._lease: Lease | None = None
+        self._is_used = False
 
     def enter(self) -> Lease:
         self._lease = self._lease or self._quota.enter()
@@ -78,6 +79,7 @@ class _Share:
         return self._quota.headers()
 
     def charge(self, num_tokens: int) -> None:
+        self._is_used = True
         if self._lease:
             self._lease.charge(num_tokens)
 
@@ -85,8 +87,8 @@ class _Share:
         """One input has ended, not the call."""
 
     def give_back(self) -> None:
-        """An input has found no room, which ends the call."""
-        if self._lease:
+        """An input has found no room: if it is the first one, so has the call."""
+        if self._lease and not self._is_used:
             self._lease.give_back()
 
     def end(self) -> None:
@@ -115,7 +117,7 @@ class _Inputs:
                     updates.append(await _last_of(open_answers.popleft()))
                 while True:
                     try:
-                        answer = await self._submit(index)
+                        answer = await self._submit(index, tries_again=bool(open_answers))
                         break
                     except Overloaded:
                         if not open_answers:
@@ -126,7 +128,7 @@ class _Inputs:
             updates += [await _last_of(answer) for answer in open_answers]
         return updates
 
-    async def _submit(self, index: int) -> Answer:
+    async def _submit(self, index: int, *, tries_again: bool) -> Answer:
         request = self._requests[index]
         if request.timeout_s is not None:  # it began with the call
             left_s = request.timeout_s - (time.monotonic() - self._began)
@@ -134,7 +136,7 @@ class _Inputs:
                 raise DeadlineExceeded("the deadline passed before all inputs had been computed")
             request = replace(request, timeout_s=left_s)
         try:
-            return await self._front.submit(request, self._call)
+            return await self._front.submit(request, self._call, tries_again=tries_again)
         except InvalidRequest as error:
             if not str(error).startswith(("prompt", "the prompt")):
                 raise

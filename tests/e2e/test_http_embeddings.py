@@ -168,3 +168,14 @@ async def test_a_call_that_finds_no_room_is_none_of_its_callers_quota():
 
 async def full(request):
     raise Overloaded("the queue is full")
+
+
+async def test_inputs_that_wait_for_room_are_no_refused_requests():
+    quota, records = CallerQuota(QuotaLimits(requests_per_minute=10)), []
+    async with served(arranged(max_queued_requests=1)) as (server, client):
+        server.front.gate.admit = lambda key, certificate: Caller(name="k", quota=quota)
+        server.front._observers = [records.append]
+        answer = await client.embeddings.create(model="tiny", input=[[i + 1] for i in range(20)])
+        assert len(answer.data) == len(records) == 20
+        assert not any(record.error for record in records)
+        assert quota.headers()["x-ratelimit-remaining-requests"] == "9"
