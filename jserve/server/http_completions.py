@@ -93,6 +93,8 @@ class _Generation:
             for asked in self._requests:
                 answer = await self._front.submit(asked, self._call)
                 answers.append(await stack.enter_async_context(answer))
+                if len(self._requests) > 1:
+                    await asyncio.sleep(0)  # to prepare many prompts must not hold up streams
             if self._body.is_stream:
                 await self._stream(answers, send)
                 return None

@@ -362,3 +362,21 @@ async def whole_text(session, engine) -> str:
     for _ in range(3):
         engine.step()
     return (await post)["choices"][0]["text"]
+
+
+async def test_other_streams_go_on_while_many_prompts_are_prepared():
+    turns, at_submit = [0], []
+
+    def count() -> None:
+        turns[0] += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    class Watched(FakeEngine):
+        async def submit(self, request):
+            at_submit.append(turns[0])
+            return await super().submit(request)
+
+    async with api(Watched()) as (_, session):
+        count()
+        await whole(session, "/v1/completions", prompt=["a", "b", "c", "d"], max_tokens=1)
+    assert at_submit == sorted(set(at_submit)), "the loop turns between two of them"
