@@ -7,7 +7,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from contextvars import Context as ContextVars
+from contextvars import copy_context
 from dataclasses import replace
+from typing import NamedTuple
 
 import grpc
 from smg_grpc_proto.generated import common_pb2 as common
@@ -37,6 +40,12 @@ FLUSH_POLL_S = 0.05
 MAX_SEQUENCE = 2**63  # leaves room to count on from it
 
 
+class _Live(NamedTuple):
+    owner: str  # its caller's name
+    answer: Answer
+    context: ContextVars  # of its call, whose logs are to have its end
+
+
 class VllmService:
     """VllmEngine over the engine behind `front`. Its calls about the prefix cache are open only
     with `enable_cache_service`, as they show the tokens of every prompt."""
@@ -44,7 +53,7 @@ class VllmService:
     def __init__(self, front: Front, *, enable_cache_service: bool = False) -> None:
         self._front = front
         self._opens_cache = enable_cache_service
-        self._live: dict[str, tuple[str, Answer]] = {}  # by request id, with its caller's name
+        self._live: dict[str, _Live] = {}  # by request id
         self._began = time.time()
         self._loads = LoadMeter()
         self._archive = TokenizerArchive()
@@ -87,12 +96,13 @@ class VllmService:
         call = call_of(context, self._front.gate, f"{VLLM_SERVICE}/{method}")
         request = with_call_deadline(request, context)
         async with await self._front.submit(request, call) as answer:
-            self._live[answer.request_id] = (call.caller.name, answer)
+            live = _Live(call.caller.name, answer, copy_context())
+            self._live[answer.request_id] = live
             try:
                 async for update in answer:
                     yield update
             finally:
-                if self._live.get(answer.request_id, (None, None))[1] is answer:
+                if self._live.get(answer.request_id) is live:
                     del self._live[answer.request_id]
 
     async def Abort(self, message: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -100,9 +110,9 @@ class VllmService:
         their streams end with finish reason "abort". Others are passed over."""
         caller = call_of(context, self._front.gate, f"{VLLM_SERVICE}/Abort").caller
         for request_id in message.request_ids:
-            owner, answer = self._live.get(request_id, ("", None))
-            if answer is not None and owner == caller.name:
-                answer.close()
+            live = self._live.get(request_id)
+            if live is not None and live.owner == caller.name:
+                live.context.run(live.answer.close)
         return pb.AbortResponse()
 
     async def HealthCheck(

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import grpc
 import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from jserve.config import ServerSettings
 from jserve.errors import InvalidRequest, Overloaded, RequestFailed, Unauthenticated
@@ -190,3 +191,24 @@ async def test_refusals_name_the_caller_as_far_as_it_is_known(tmp_path):
         ),
         *((f"{SERVICE}/Generate", "", 401), ("/v1/models", "", 401), ("/metrics", "", 401)),
     ]
+
+
+async def test_a_request_that_a_router_aborts_is_a_line_of_its_own_call(tmp_path):
+    path = tmp_path / "access.log"
+    service = "vllm.grpc.engine.VllmEngine"
+    async with both_servers(path) as (channel, _):
+        call = channel.unary_stream(f"/{service}/Generate")(
+            vllm.GenerateRequest(
+                text=SECRET,
+                request_id="mine",
+                stream=True,
+                sampling_params=vllm.SamplingParams(max_tokens=9000),
+            ).SerializeToString()
+        )
+        assert await call.read()
+        abort = vllm.AbortRequest(request_ids=["mine"])
+        await channel.unary_unary(f"/{service}/Abort")(abort.SerializeToString())
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    seen = [(line["method"], line.get("request_id")) for line in lines(path)]
+    assert sorted(seen, key=str) == [(f"{service}/Abort", None), (f"{service}/Generate", "mine")]
