@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from jserve.server.http_request import (
     read_json,
     unless_gone,
 )
+from jserve.server.quota import one_request
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -89,9 +91,10 @@ class _Generation:
         self._model, self._tokenizer = processor.limits.name, processor.tokenizer
         self._new_parser = processor.chat.parser
         async with AsyncExitStack() as stack:
-            answers = []
+            caller = stack.enter_context(one_request(self._call.caller))
+            call, answers = replace(self._call, caller=caller), []
             for asked in self._requests:
-                answer = await self._front.submit(asked, self._call)
+                answer = await self._front.submit(asked, call)
                 answers.append(await stack.enter_async_context(answer))
                 if len(self._requests) > 1:
                     await asyncio.sleep(0)  # to prepare many prompts must not hold up streams

@@ -22,7 +22,6 @@ from jserve.errors import (
 )
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.openai_embeddings import EmbeddingsCall, embeddings_body, read_embeddings_body
-from jserve.server.caller import Lease, Quota
 from jserve.server.front import Answer, Call, Front
 from jserve.server.http_errors import JsonResponse
 from jserve.server.http_request import (
@@ -32,6 +31,7 @@ from jserve.server.http_request import (
     read_json,
     unless_gone,
 )
+from jserve.server.quota import one_request
 
 MAX_IN_FLIGHT = 256  # inputs of one call in the engine at once: the queue is for other calls too
 
@@ -63,46 +63,11 @@ def _response(
     return JsonResponse(embeddings_body(asked, vectors, usages, model=model), headers=headers)
 
 
-class _Share:
-    """A call's one place in its caller's quota, which all of its inputs use."""
-
-    def __init__(self, quota: Quota) -> None:
-        self._quota = quota
-        self._lease: Lease | None = None
-        self._is_used = False
-
-    def enter(self) -> Lease:
-        self._lease = self._lease or self._quota.enter()
-        return self
-
-    def headers(self) -> dict[str, str]:
-        return self._quota.headers()
-
-    def charge(self, num_tokens: int) -> None:
-        self._is_used = True
-        if self._lease:
-            self._lease.charge(num_tokens)
-
-    def close(self) -> None:
-        """One input has ended, not the call."""
-
-    def give_back(self) -> None:
-        """An input has found no room: if it is the first one, so has the call."""
-        if self._lease and not self._is_used:
-            self._lease.give_back()
-
-    def end(self) -> None:
-        if self._lease:
-            self._lease.close()
-
-
 class _Inputs:
     """The inputs of one call, on their way through the engine. All of them end with the call."""
 
     def __init__(self, front: Front, call: Call, requests: list[GenerateRequest]) -> None:
-        self._front, self._requests = front, requests
-        self._share = _Share(call.caller.quota) if call.caller.quota else None
-        self._call = replace(call, caller=replace(call.caller, quota=self._share))
+        self._front, self._call, self._requests = front, call, requests
         self._began = time.monotonic()
 
     async def embedded(self) -> list[RequestUpdate]:
@@ -110,8 +75,8 @@ class _Inputs:
         updates: list[RequestUpdate] = []
         open_answers: deque[Answer] = deque()
         async with AsyncExitStack() as stack:
-            if self._share:
-                stack.callback(self._share.end)
+            caller = stack.enter_context(one_request(self._call.caller))
+            self._call = replace(self._call, caller=caller)
             for index in range(len(self._requests)):
                 if len(open_answers) == MAX_IN_FLIGHT:
                     updates.append(await _last_of(open_answers.popleft()))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from jserve.errors import Overloaded
+from jserve.server.caller import Caller, Lease, Quota
 
 MINUTE_S = 60.0
 RETRY_CONCURRENT_S = 1.0  # when a running request ends is not known
@@ -140,3 +142,47 @@ class QuotaLease:
         if self._is_open:
             self._quota.give_back()
             self.close()
+
+
+@contextmanager
+def one_request(caller: Caller) -> Iterator[Caller]:
+    """Yields the caller for all the requests of one call, which its quota counts as one."""
+    if caller.quota is None:
+        yield caller
+        return
+    share = _Share(caller.quota)
+    try:
+        yield replace(caller, quota=share)
+    finally:
+        share.end()
+
+
+class _Share:
+    """A call's one place in its caller's quota, taken by the first request that enters."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self._lease: Lease | None = None
+        self._was_used = False
+
+    def enter(self) -> Lease:
+        self._lease = self._lease or self._quota.enter()
+        return self
+
+    def headers(self) -> dict[str, str]:
+        return self._quota.headers()
+
+    def charge(self, num_tokens: int) -> None:
+        self._was_used = True
+        if self._lease:
+            self._lease.charge(num_tokens)
+
+    def close(self) -> None:
+        """One request has ended, not the call."""
+
+    def give_back(self) -> None:
+        """The server had no room for one request; the call may try it again."""
+
+    def end(self) -> None:
+        if self._lease:
+            (self._lease.close if self._was_used else self._lease.give_back)()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jserve.errors import Overloaded
-from jserve.server.quota import CallerQuota, QuotaLimits
+from jserve.server.caller import Caller
+from jserve.server.quota import CallerQuota, QuotaLimits, one_request
 
 
 class Clock:
@@ -120,3 +121,17 @@ def test_what_is_left_is_told_under_openais_names():
         "x-ratelimit-reset-tokens": "70.000s",
     }
     assert quota_of(max_concurrent_requests=1)[0].headers() == {}
+
+
+def test_all_requests_of_a_call_are_one_and_it_is_given_back_where_none_found_room():
+    quota, _ = quota_of(requests_per_minute=2, max_concurrent_requests=1)
+    with one_request(Caller(quota=quota)) as caller:
+        for _ in range(3):
+            lease = caller.quota.enter()
+            lease.charge(5)
+            lease.close()
+        refusal(quota)  # the call still runs
+    with one_request(Caller(quota=quota)) as caller:
+        caller.quota.enter().give_back()
+    quota.enter().close()
+    refusal(quota)
