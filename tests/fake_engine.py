@@ -14,6 +14,7 @@ from jserve.errors import DeadlineExceeded, EngineDead, InvalidRequest, JserveEr
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
 from jserve.text.output_formats import OutputFormats, ToolCallFormat
 from jserve.text.tool_calls import OutputParser, output_parser
+from jserve.text.tools import forced_tools
 
 VOCAB_SIZE = 128  # ASCII
 SPLIT_CHARACTER = 127  # stands for half of an emoji
@@ -55,6 +56,9 @@ class FakeChat:
         assert request.messages is not None
         text = "".join(f"{m['role']}:{m['content']};" for m in request.messages)
         return FakeTokenizer().encode(text)
+
+    def form(self, request: GenerateRequest, prompt: Sequence[int]) -> None:
+        forced_tools(request.tools, request.tool_choice)
 
     def parser(self, request: GenerateRequest, prompt: Sequence[int]) -> OutputParser:
         formats = OutputFormats(ToolCallFormat.HERMES, ("<think>", "</think>"))

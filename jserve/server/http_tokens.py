@@ -63,6 +63,7 @@ def _tokenized(body: dict[str, Any], processor: InputProcessor) -> Response:
         message = GenerateRequest(**read_chat_input(fields))
         refuse_rest(fields)
         ids = processor.chat.encode(message)
+        processor.chat.form(message, ids)  # refuses a tool_choice that no chat could have
     else:
         text = fields.pop("prompt", None)
         refuse_rest(fields)

@@ -69,6 +69,7 @@ class HttpFuzzer:
     def __init__(self, target: str, url: str, seed: int) -> None:
         self._target = target
         self._url = url
+        self._host = f"host: {urlsplit(url).netloc}"
         self._seed = seed
         self._random = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
@@ -156,7 +157,7 @@ class HttpFuzzer:
         data = text.encode()
         head = (
             f"POST {rng.choice(PATHS[:1] * 4 + PATHS[:6])} HTTP/1.1",
-            *("host: a", "content-type: application/json", "connection: close"),
+            *(self._host, "content-type: application/json", "connection: close"),
             *(f"content-length: {len(data)}", "", ""),
         )
         return "\r\n".join(head).encode() + data
@@ -164,7 +165,7 @@ class HttpFuzzer:
     def _odd_head(self) -> bytes:
         rng = self._random
         version = rng.choice(("HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9", ""))
-        lines = [f"{rng.choice(METHODS)} {rng.choice(PATHS)} {version}", "host: a"]
+        lines = [f"{rng.choice(METHODS)} {rng.choice(PATHS)} {version}", self._host]
         lines += rng.choices(HEADS, k=rng.choice((0, 1, 2, 5, 120)))
         body = json.dumps(BODY)
         if rng.random() < 0.5:

@@ -34,6 +34,9 @@ async def test_a_chat_becomes_the_ids_of_its_template(post):
     assert (await post("/detokenize", tokens=found["tokens"]))["prompt"] == "user:hi;"
 
 
+CHAT = {"role": "a", "content": "b"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -44,6 +47,7 @@ async def test_a_chat_becomes_the_ids_of_its_template(post):
         ("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": [CHAT], "tool_choice": "b"}, 400, "tool_choice"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]"),
