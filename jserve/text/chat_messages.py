@@ -96,9 +96,11 @@ def _arguments(arguments: Any, where: str) -> Any:
         except (ValueError, RecursionError):
             return arguments  # a model's own slip, which a client may well send back
         return value if isinstance(value, dict) and not too_deep(value) else arguments
-    if not isinstance(arguments or {}, Mapping) or too_deep(arguments):
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping) or too_deep(arguments):
         raise InvalidRequest(f"{where}.function.arguments is neither JSON text nor an object")
-    return arguments or {}
+    return arguments
 
 
 def too_deep(value: Any) -> bool:
