@@ -146,7 +146,7 @@ def as_headers_say(
         replace(
             one,
             request_id=call_id if is_single else f"{call_id}-{index}",
-            timeout_s=min(filter(None, (one.timeout_s, limit_s)), default=one.timeout_s),
+            timeout_s=min((s for s in (one.timeout_s, limit_s) if s is not None), default=None),
         )
         for index, one in enumerate(asked)
     ]

@@ -178,7 +178,8 @@ class _Share:
             self._lease.charge(num_tokens)
 
     def close(self) -> None:
-        """One request has ended, not the call."""
+        """One request has ended, or was a faulty one; the call goes on."""
+        self._was_used = True
 
     def give_back(self) -> None:
         """The server had no room for one request; the call may try it again."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 from jserve.errors import InvalidRequest, Overloaded
 from jserve.server.caller import Caller
 from jserve.server.front import Call, Front
-from jserve.server.quota import CallerQuota, QuotaLimits
+from jserve.server.quota import CallerQuota, QuotaLimits, one_request
 from tests.engine.test_async_engine import running
 from tests.engine.tiny import asking, tiny
 
@@ -39,17 +42,23 @@ async def test_all_that_the_usage_tells_is_charged(choices):
         assert used(call, "tokens") == 3 + 10 * max(choices.values())
 
 
-async def test_a_request_for_which_there_is_no_room_costs_nothing_and_a_faulty_one_does():
+@pytest.mark.parametrize("is_share", [True, False], ids=["HTTP", "gRPC"])
+async def test_a_request_for_which_there_is_no_room_costs_nothing_and_a_faulty_one_does(is_share):
     t = tiny(max_num_seqs=1, max_queued=1)
     async with running(t) as (engine, gate):
         front, call = front_of(engine)
         answers = [await front.submit(asking(f"r{i}", [1], 5), call) for i in range(2)]
+
+        async def ask(name: str, prompt: list[int]) -> None:
+            with one_request(call.caller) if is_share else nullcontext(call.caller) as caller:
+                await front.submit(asking(name, prompt, 5), replace(call, caller=caller))
+
         for _ in range(50):
             with pytest.raises(Overloaded):
-                await front.submit(asking("more", [1], 5), call)
+                await ask("more", [1])
         assert (used(call, "requests"), used(call, "tokens")) == (2, 2)
         with pytest.raises(InvalidRequest):
-            await front.submit(asking("faulty", [], 5), call)
+            await ask("faulty", [])
         assert used(call, "requests") == 3
         for answer in answers:
             answer.close()
