@@ -101,6 +101,7 @@ COMMON: dict[str, Schema] = {
     "prompt_logprobs": _integer(0, limits.MAX_LOGPROBS),
     "return_token_ids": BOOL,
 }
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 _PART: Schema = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": TEXT},
@@ -113,10 +114,13 @@ _FUNCTION_CALL: Schema = {
 }
 _TOOL_CALL: Schema = {
     "type": "object",
-    "properties": {"id": TEXT, "type": {"const": "function"}, "function": _FUNCTION_CALL},
+    "properties": {
+        "id": _TEXT_OR_NULL,
+        "type": {"const": "function"},
+        "function": _FUNCTION_CALL,
+    },
     "required": ["function"],
 }
-_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 # Which roles there are, and what their messages need, is the chat template's matter.
 MESSAGE: Schema = {
     "type": "object",

@@ -84,6 +84,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             )
         if call.get("type", "function") != "function":
             raise InvalidRequest(f'{at}.type={call["type"]!r} is not supported; use "function"')
+        if not isinstance(call.get("id"), str | None):
+            raise InvalidRequest(f"{at}.id is {type(call['id']).__name__}, not a text")
         arguments = _arguments(function.get("arguments"), at)
         checked.append({**call, "function": {**function, "arguments": arguments}})
     return checked

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import schemathesis
-from schemathesis.generation.modes import GenerationMode
 
 VOCAB = 256  # of the tiny models, at least
 _TIMES = ("timeout_s", "timeout", "queue_timeout_s")
@@ -27,7 +26,10 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     body, headers = case.body, case.headers
     if isinstance(body, dict):
         _give_what_is_needed(body)
-        if case.meta is not None and case.meta.generation.mode == GenerationMode.POSITIVE:
+        if (
+            case.meta is not None
+            and case.meta.generation.mode == schemathesis.GenerationMode.POSITIVE
+        ):
             _settle(body)
     text = headers.get(_TIMEOUT_HEADER) if headers else None
     if isinstance(text, str) and text.isdecimal() and text[0] != "0" and len(text) <= 3:

@@ -180,6 +180,7 @@ def test_null_fields_and_no_calls_count_as_absent():
         ({"tool_calls": [{"function": {"name": None}}]}, r"tool_calls\[0\] is not a"),
         ({"tool_calls": [call() | {"type": "custom"}]}, r"tool_calls\[0\]\.type='custom'"),
         ({"tool_calls": [call(arguments=[1], as_text=False)]}, "neither JSON text nor an object"),
+        ({"tool_calls": [call() | {"id": {}}]}, r"tool_calls\[0\].id is dict, not a text"),
         ({"tool_calls": [call(arguments=[], as_text=False)]}, "neither JSON text nor an object"),
         ({"tool_calls": [call(arguments=False, as_text=False)]}, "neither JSON text nor an object"),
     ],
