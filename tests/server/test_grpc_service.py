@@ -298,10 +298,10 @@ async def test_the_requests_own_time_limit_ends_it_with_the_engines_words(steppe
 
 async def test_the_calls_deadline_reaches_the_engine_and_aborts(stepped):
     call = stepped.stub.GenerateStream(
-        pb.GenerateRequest(prompt="x", timeout_s=1000.0), timeout=0.2
+        pb.GenerateRequest(prompt="x", timeout_s=1000.0), timeout=1.0
     )
     assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < stepped.engine.requests[0].timeout_s <= 0.2
+    assert 0 < stepped.engine.requests[0].timeout_s <= 1.0
     await until(lambda: not stepped.engine.live)
 
 
