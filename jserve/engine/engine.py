@@ -33,7 +33,7 @@ from jserve.errors import (
 from jserve.messages import GenerateRequest, RequestUpdate
 from scheduler.packer import PackedBatch, Packer, Wants
 from scheduler.plan import StepPlan
-from scheduler.request import BAD_TOKEN, FinishReason, Request
+from scheduler.request import BAD_TOKEN, FinishReason, Request, SamplingView
 from scheduler.scheduler import Scheduler
 from scheduler.suspects import Suspects
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 # How long an engine that can do nothing is left alone, whatever it expects: short, as clocks jump.
 MIN_IDLE_S, MAX_IDLE_S = 0.001, 1.0
-MOST_CULPRITS = 3  # in a row, with no step between them that went well: it is not their fault
+MOST_CULPRITS = 3  # in a row, with no step between them that went well: is it their fault?
 _BAD_LOGITS = "the model's logits are not numbers (NaN or infinity); the request cannot go on"
 _CULPRIT = "the device failed twice while it computed this request; the server's log has the cause"
 
@@ -225,10 +225,36 @@ class Engine:
         if culprit is not None:
             log.error("the device fails on request %r, which is ended", culprit.request_id)
             updates += self._output.fail(self._output.live_of[culprit], RequestFailed(_CULPRIT))
-        if self._suspects.num_culprits >= MOST_CULPRITS:
-            raise EngineDead(f"the device fails with every request: {error}") from error
         self._runner.reset()
+        if self._suspects.num_culprits >= MOST_CULPRITS:
+            try:
+                self._try_device()
+            except StepFailed:
+                raise EngineDead(f"the device fails with every request: {error}") from error
         self._recorder.show_state()
+
+    def _try_device(self) -> None:
+        """Has the device compute the least there is, while nothing else runs: clients send again
+        what has failed, so that one request after another may be at fault. Raises StepFailed."""
+        now, waiting = self._clock(), self.scheduler.waiting
+        probe = Request(
+            request_id="",
+            prompt_token_ids=[0],
+            sampling=SamplingView(max_tokens=1),
+            arrival_time=now - self.scheduler.config.batch_window_s,
+        )
+        self.scheduler.add(probe)
+        waiting.alone = probe
+        try:
+            self._newest_plan = plan = self.scheduler.schedule(now)
+            assert plan.requests == [probe], f"{plan.requests=} while all others wait"
+            handle = ask(self._runner.dispatch, self._packer.pack(plan))
+            ask(self._runner.choose, handle)
+            self.scheduler.update(plan, ask(handle.result).token_ids.tolist())
+        finally:
+            waiting.alone = None
+            self.scheduler.finish(probe, FinishReason.ERROR)  # unless it has ended well
+        self._suspects.on_tokens([probe])
 
     def _dispatch(self) -> bool:
         begun = time.perf_counter()

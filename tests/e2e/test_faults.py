@@ -8,6 +8,7 @@ import logging
 import socket
 
 import aiohttp
+import openai
 import pytest
 
 from jserve.client import GenerateClient
@@ -121,3 +122,27 @@ async def test_a_client_that_does_not_read_loses_its_request_and_is_told_when_it
         writer.close()
     error = json.loads(answer.split("data: ")[-1].splitlines()[0])["error"]
     assert "max_unread_updates=64" in error["message"]
+
+
+async def test_a_request_that_breaks_the_device_may_be_tried_again_by_openais_client():
+    """Three times, as it does by default; and nobody else asks meanwhile."""
+    engine, bad = arranged(), 249
+    dispatch = engine._runner.dispatch
+
+    def fail_on_the_bad_one(batch):
+        if bad in batch.buffer:
+            raise RuntimeError("the device is lost")
+        return dispatch(batch)
+
+    engine._runner.dispatch = fail_on_the_bad_one
+    async with (
+        serving_real(engine, http=True) as served,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{served.http}/v1") as client,
+    ):
+        asked = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+        with pytest.raises(openai.InternalServerError, match="the device failed twice"):
+            await client.completions.create(prompt=[5, bad], **asked)
+        assert value(engine, "requests_finished_total", reason="error") == 3
+        answer = await client.completions.create(prompt=[5, 6], **asked)
+        assert answer.usage.completion_tokens == 3
+        assert served.front.is_ready

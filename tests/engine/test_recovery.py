@@ -195,11 +195,10 @@ def test_suspects_that_leave_during_their_trial_hold_up_nobody():
 
 def test_a_device_that_fails_with_everything_ends_the_engine():
     t = tiny(max_num_seqs=8)
-    names = [request.request_id for request in requests()]
-    fail_with(t, *names)
+    t.device.on_collect = _burn
     for request in requests():
         t.engine.add(request)
-    with pytest.raises(EngineDead, match=r"every request.*cannot do"):
+    with pytest.raises(EngineDead, match=r"every request.*on fire"):
         run(t.engine)
     assert t.value("requests_finished_total", reason="error") == MOST_CULPRITS
 
@@ -217,6 +216,22 @@ def test_a_broken_invariant_is_not_taken_for_a_failed_step():
     t.engine.add(asking("a", [1], 5))
     with pytest.raises(AssertionError, match="page 0"):
         t.engine.step()
+
+
+@BOTH
+@pytest.mark.parametrize("batching", ["continuous", "dynamic", "static"])
+def test_a_request_that_is_sent_again_and_again_does_not_end_the_engine(overlap, batching):
+    t = tiny(overlap=overlap, batching=batching, batch_window_s=0.0)
+    for again in range(2 * MOST_CULPRITS + 1):
+        fail_with(t, "bad", f"bad{again}")
+        outputs = outputs_of(t, [asking("bad", [1, 2], 3), asking(f"bad{again}", [3], 3)])
+        assert all(isinstance(o.last.error, RequestFailed) for o in outputs.values())
+    good = asking("good", [1, 2], 3)
+    assert outputs_of(t, [good])["good"].token_ids == answer(good)
+
+
+def _burn() -> None:
+    raise RuntimeError("the device is on fire")
 
 
 def _violate() -> None:
