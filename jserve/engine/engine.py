@@ -241,7 +241,7 @@ class Engine:
             request_id="",
             prompt_token_ids=[0],
             sampling=SamplingView(max_tokens=1),
-            arrival_time=now - self.scheduler.config.batch_window_s,
+            arrival_time=now - 2 * self.scheduler.config.batch_window_s,  # it waits for no group
         )
         self.scheduler.add(probe)
         waiting.alone = probe
