@@ -175,7 +175,7 @@ async def test_O46_prompts_around_the_chunk_size_stream_like_others(length, over
     assert tuple(i for u in updates for i in u.token_ids) == whole.token_ids
     assert "".join(u.text for u in updates) == whole.text
     assert all(u.token_ids for u in updates), "an update came from an unfinished prefill"
-        assert len(whole.token_ids) == 8
+    assert len(whole.token_ids) == 8
 
 
 def test_O47_a_full_pool_drops_no_prompt_in_the_middle_of_its_prefill():
