@@ -239,7 +239,7 @@ async def test_o69_a_call_is_streamed_in_increments_that_join_to_the_whole_one(c
     first, *later = pieces
     assert (first.index, first.type, first.function.name) == (0, "function", "add")
     assert first.id
-    assert len(later) > 1
+    assert later
     assert {(p.index, p.id, p.type, p.function.name) for p in later} == {(0, None, None, None)}
     assert "".join(p.function.arguments for p in pieces) == call.function.arguments == '{"a": 12}'
     assert [end for end in ends if end] == [whole.finish_reason] == ["tool_calls"]
