@@ -50,15 +50,19 @@ def golden(name: str) -> list[dict]:
     return json.loads((DATA / "golden" / f"{name}.json").read_text())["cases"]
 
 
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def let_go_of_compiled_programs(request: pytest.FixtureRequest):
     """Each compiled program keeps many memory maps, of which Linux gives a process 65,530: beyond
-    them the process is aborted."""
+    them the process is aborted. Dropping what there is takes seconds, so not after every module."""
     yield
-    if "jax" in sys.modules:
-        for value in list(vars(request.module).values()):  # engines that a module keeps for itself
-            if getattr(value, "__module__", "") == request.module.__name__:
-                getattr(value, "cache_clear", lambda: None)()
+    for value in list(vars(request.module).values()):  # engines that a module keeps for itself
+        if getattr(value, "__module__", "") == request.module.__name__:
+            getattr(value, "cache_clear", lambda: None)()
+    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         gc.collect()
         sys.modules["jax"].clear_caches()
         gc.collect()

@@ -78,6 +78,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed_because = ""
         self._stopping = False
+        self._is_dead = False
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
@@ -94,6 +95,11 @@ class AsyncEngine:
     def is_ready(self) -> bool:
         """False while draining, after the end, and while a turn takes suspiciously long."""
         return not self._closed_because and not self._watchdog.stuck_s
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine has failed for good: only another process can serve again."""
+        return self._is_dead
 
     async def submit(self, message: GenerateRequest) -> RequestStream:
         """Checks and queues a request. Raises InvalidRequest, Overloaded or EngineDead."""
@@ -242,7 +248,9 @@ class AsyncEngine:
             self._engine.close()
         except BaseException as error:  # nobody else would end the streams
             log.exception("the engine failed")
-            self._closed_because = f"the engine failed: {error!r:.200}"
+            self._is_dead = True
+            # Its words are for the operator: they may quote what others have sent.
+            self._closed_because = f"the engine failed ({type(error).__name__})"
             self._call_in_loop(self._fail_all, EngineDead(self._closed_because))
             self._engine.close(FinishReason.ERROR)
 

@@ -39,6 +39,9 @@ class Engine(Protocol):
     def is_ready(self) -> bool: ...  # false while loading, draining, dead or stuck; never blocks
 
     @property
+    def is_dead(self) -> bool: ...  # for good
+
+    @property
     def processor(self) -> InputProcessor: ...  # the model's limits, tokenizer and chat template
 
     @property
@@ -199,6 +202,11 @@ class Front:
     @property
     def is_ready(self) -> bool:
         return not self._closed_because and self._engine is not None and self._engine.is_ready
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing will ever be served again."""
+        return self._engine is not None and self._engine.is_dead
 
     async def submit(
         self, request: GenerateRequest, call: Call, *, tries_again: bool = False

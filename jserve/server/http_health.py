@@ -30,8 +30,9 @@ def routes(front: Front) -> list[Route]:
 
 
 async def live(request: Request) -> Response:
-    """200 for as long as the process answers at all."""
-    return JsonResponse({"status": "live"})
+    """200 unless only a restart can help: an engine that has failed does not come back."""
+    is_dead = front_of(request).is_dead
+    return JsonResponse({"status": "dead" if is_dead else "live"}, 503 if is_dead else 200)
 
 
 async def ready(request: Request) -> Response:

@@ -203,9 +203,9 @@ async def test_a_failure_of_the_device_ends_every_stream_and_refuses_new_request
         for updates in await asyncio.gather(*map(read, streams)):
             assert updates[-1].finish_reason == "error"
             assert isinstance(updates[-1].error, EngineDead)
-            assert "the device is lost" in str(updates[-1].error)
+            assert "the engine failed" in str(updates[-1].error)
         assert not front.is_ready
-        with pytest.raises(EngineDead, match=r"the device is lost.*another server"):
+        with pytest.raises(EngineDead, match=r"the engine failed.*another server"):
             await front.submit(asking("r9", [1], 3))
     assert t.value("requests_finished_total", reason="error") == 4
     t.assert_idle()
@@ -362,7 +362,7 @@ async def test_a_slow_reader_of_kv_events_is_told_all_anew_and_a_failure_ends_it
         assert held == cached(t)
         stream = await front.submit(asking("fails", [1], 60))
         assert (await read(stream))[-1].finish_reason == "error"
-        with pytest.raises(EngineDead, match="the device is lost"):
+        with pytest.raises(EngineDead, match="the engine failed"):
             await take_all(events, held)
 
 

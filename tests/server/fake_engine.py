@@ -120,6 +120,7 @@ class FakeEngine:
         self.metrics = EngineMetrics()
         self.processor = FakeProcessor(MAX_MODEL_LEN)
         self.is_ready = True
+        self.is_dead = False
         self.profiler: Profiler | None = None
         self.interval_s, self.max_running = interval_s, max_running
         self.submit_error: Exception | None = None

@@ -34,6 +34,11 @@ async def test_o90_health_is_live_and_not_ready_while_loading():
         served.engine.is_ready = False
         async with session.get(served.http + "/health") as response:
             assert response.status == 503
+        async with session.get(served.http + "/health/live") as response:
+            assert response.status == 200
+        served.engine.is_dead = True
+        async with session.get(served.http + "/health/live") as response:
+            assert response.status == 503
 
 
 async def test_models_lists_the_served_model_and_refuses_others():
