@@ -30,6 +30,7 @@ from jserve.errors import (
     Overloaded,
     Unauthenticated,
 )
+from jserve.flags import list_in_help
 from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.openai_format import Endpoint, parse_body
 from jserve.sampling_params import SamplingParams
@@ -301,4 +302,5 @@ def main(argv: Sequence[str]) -> int:
 def run() -> NoReturn:
     """Console command `jserve-client`."""
     define_client_flags()
+    list_in_help()
     app.run(main)

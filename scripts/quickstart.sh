@@ -112,6 +112,8 @@ Talk to it from a second terminal, in this folder ($PWD):
 
   .venv/bin/jserve-client --target=$target --chat --prompt="$prompt"
 
+or by HTTP: its log below has the address, which is also that of a live page.
+
 Ctrl-C here stops it, once its running answers are complete. Its log:
 TEXT
   tail -n 1 -f --pid="$server" "$log" &

@@ -84,6 +84,9 @@ class EngineMetrics:
         refused = self._counter(
             "requests_refused", "Requests beyond a limit of the queue.", ["limit"]
         )
+        self._quota_refusals = self._counter(
+            "quota_refusals", "Requests of callers who had used up their share."
+        )
         self._refused = {limit: refused.labels(limit) for limit in ("requests", "tokens")}
         self._preemptions = self._counter("preemptions", "Requests put back into the queue.")
         self._preemptions_by_cause = self._counter(
@@ -233,6 +236,9 @@ class EngineMetrics:
     def on_refusal(self, limit: str) -> None:
         """Counts a request that found no room, by the limit: requests or tokens."""
         self._refused[limit].inc()
+
+    def on_quota_refusal(self) -> None:
+        self._quota_refusals.inc()
 
     def on_preemption(self, cause: str, count: int = 1) -> None:
         self._preemptions.inc(count)

@@ -16,7 +16,7 @@ from jserve.engine.kv_events import KvEventBatch
 from jserve.engine.metrics import EngineMetrics
 from jserve.errors import EngineDead, Forbidden, Overloaded
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, Usage
-from jserve.server.caller import Caller, Gate, Lease, OpenGate
+from jserve.server.caller import Caller, Gate, Lease, OpenGate, Quota
 
 logger = logging.getLogger(__name__)
 
@@ -229,8 +229,9 @@ class Front:
                     f"request_class={request.request_class!r} is not open to {caller.name!r}; use "
                     f"one of {sorted(allowed)}"
                 )
-            lease = caller.quota.enter() if caller.quota else None
-            stream = await self.engine.submit(request)
+            engine = self.engine
+            lease = _entered(caller.quota, engine) if caller.quota else None
+            stream = await engine.submit(request)
         except BaseException as error:  # a call may also be cancelled here
             if lease is not None:
                 has_no_room = isinstance(error, (Overloaded, EngineDead))
@@ -259,3 +260,11 @@ def _class_of(request: GenerateRequest, caller: Caller) -> str:
     if not request.request_class and caller.request_classes and len(caller.request_classes) == 1:
         return next(iter(caller.request_classes))
     return request.request_class
+
+
+def _entered(quota: Quota, engine: Engine) -> Lease:
+    try:
+        return quota.enter()
+    except Overloaded:
+        engine.metrics.on_quota_refusal()
+        raise

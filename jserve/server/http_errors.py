@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jserve.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     JserveError,
     Overloaded,
@@ -29,6 +30,7 @@ from jserve.errors import (
 )
 
 MAX_MESSAGE_CHARS = 1000
+ID_HEADER = "x-request-id"
 CLIENT_GONE = 499  # nginx's number for it; nobody reads the answer
 
 # What OpenAI's clients call a failure, by status; others are "invalid_request_error".
@@ -94,6 +96,8 @@ def error_headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(math.ceil(error.retry_after_s), 1))
         headers["retry-after-ms"] = str(max(math.ceil(error.retry_after_s * 1e3), 1))
+    if isinstance(error, DeadlineExceeded):  # OpenAI's clients would spend as much time again
+        headers["x-should-retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return headers
@@ -106,6 +110,9 @@ def error_response(error: BaseException) -> Response:
 async def on_error(request: Request, error: Exception) -> Response:
     """Starlette's exception handler, for every kind of error."""
     response = error_response(error)
+    given_id = request.headers.get(ID_HEADER)
+    if given_id is not None:
+        response.headers[ID_HEADER] = given_id
     let_go(error)
     return response
 

@@ -21,9 +21,8 @@ from jserve.errors import Forbidden, InvalidRequest
 from jserve.messages import GenerateRequest
 from jserve.server.caller import admitted
 from jserve.server.front import Call, Front
-from jserve.server.http_errors import ClientGone
+from jserve.server.http_errors import ID_HEADER, ClientGone
 
-ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 _MAX_ID_CHARS = 200
 INLINE_BYTES = 2**16  # longer bodies are parsed in a thread, so that streams keep flowing

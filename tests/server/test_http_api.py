@@ -12,10 +12,13 @@ import pytest
 
 from jserve.config import ServerSettings
 from jserve.errors import ConfigError
+from jserve.server.caller import Caller
 from jserve.server.front import Front
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
+from jserve.server.quota import CallerQuota, QuotaLimits
 from tests.server.conftest import serving
+from tests.server.fake_engine import FakeEngine
 
 
 async def test_o90_health_is_live_and_not_ready_while_loading():
@@ -122,3 +125,28 @@ async def test_a_name_that_a_site_points_at_this_machine_is_refused_without_keys
                 assert "--api_keys" in (await response.json())["error"]["message"]
     finally:
         await server.stop(0)
+
+
+async def test_errors_carry_the_callers_id_and_a_time_limit_is_not_tried_again():
+    engine = FakeEngine(interval_s=None)
+    async with serving(engine, http=True) as served, aiohttp.ClientSession(served.http) as session:
+        for body, status, retry in (
+            ({"prompt": "x", "n": 0}, 400, None),
+            ({"prompt": "x", "timeout": 0.01}, 504, "false"),
+        ):
+            post = session.post("/v1/completions", json=body, headers={"x-request-id": "abc"})
+            async with post as response:
+                assert response.status == status, await response.text()
+                assert response.headers["x-request-id"] == "abc"
+                assert response.headers.get("x-should-retry") == retry
+
+
+async def test_calls_beyond_a_quota_are_counted():
+    quota = CallerQuota(QuotaLimits(requests_per_minute=1))
+    async with serving(http=True) as served, aiohttp.ClientSession(served.http) as session:
+        served.front.gate.admit = lambda key, certificate: Caller(name="k", quota=quota)
+        for status in (200, 429, 429):
+            async with session.post("/v1/completions", json={"prompt": "x"}) as response:
+                assert response.status == status
+        registry = served.engine.metrics.registry
+        assert registry.get_sample_value("jserve_quota_refusals_total") == 2
