@@ -399,6 +399,8 @@ class BatchProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            # Shells start what runs in the background deaf to Ctrl-C, tests as well.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_for(self, event):
