@@ -128,7 +128,8 @@ class Scheduler:
             )
             self.preemption.drop(request)
         self.preemption.take_copies()  # none is to be made
-        assert self.cache.reset(), "a cached page is in use though nobody runs"
+        is_empty = self.cache.reset()
+        assert is_empty, "a cached page is in use though nobody runs"
         return lost
 
     @property

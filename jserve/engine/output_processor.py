@@ -4,7 +4,6 @@ end of each. Knows requests and what clients hear of them: no steps' shapes, no 
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from jserve.engine.metrics import EngineMetrics
 from jserve.engine.pooling import PooledPrompt
 from jserve.engine.request_log import RequestLog
 from jserve.engine.retry_advice import RetryAdvice
-from jserve.errors import JserveError, RequestFailed
+from jserve.errors import JserveError, RequestFailed, trace_of
 from jserve.messages import RequestUpdate, TokenLogprobs, Usage
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
@@ -96,9 +95,10 @@ class OutputProcessor:
     def on_fault(self, live: LiveRequest, error: Exception) -> list[RequestUpdate]:
         """Ends a request whose output cannot be dealt with. The log has where that happened, but
         not the error's own words, which may quote the output."""
-        name, request_id = type(error).__name__, live.choices.request_id
-        trace = "".join(traceback.format_tb(error.__traceback__))
-        log.error("the output of %r cannot be dealt with: %s\n%s", request_id, name, trace)
+        log.error(
+            "the output of %r cannot be dealt with: %s", live.choices.request_id, trace_of(error)
+        )
+        name = type(error).__name__
         return self.fail(live, RequestFailed(f"the request's output cannot be dealt with ({name})"))
 
     def on_token(

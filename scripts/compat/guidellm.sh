@@ -6,11 +6,6 @@ cd "$(dirname "$0")/../.."
 . scripts/lib.sh
 . scripts/compat/lib.sh
 
-if [[ "${1:-}" == --help ]]; then
-  sed -n '2,/^set/{/^#/s/^# //p}' "$0"
-  exit
-fi
-
 client_venv guidellm 3.11 "torch==2.13.0" "guidellm==0.8.1"
 serve --flagfile=configs/cpu_default.flags "$@"
 HF_HUB_OFFLINE=1 "$client/bin/guidellm" run --disable-console-interactive \

@@ -2,6 +2,12 @@
 # Sourced with the repository as the current folder, after scripts/lib.sh; knows no client.
 # shellcheck shell=bash
 
+# With --help a script says what stands at its head.
+if [[ "${1:-}" == --help ]]; then
+  sed -n '2,/^set/{/^#/s/^# //p}' "scripts/compat/$(basename "$0")"
+  exit
+fi
+
 # client_venv NAME VERSION PACKAGE...: sets $client to an environment with the packages, made once
 client_venv() {
   client=.venv-compat-$1

@@ -7,11 +7,6 @@ cd "$(dirname "$0")/../.."
 . scripts/lib.sh
 . scripts/compat/lib.sh
 
-if [[ "${1:-}" == --help ]]; then
-  sed -n '2,/^set/{/^#/s/^# //p}' "$0"
-  exit
-fi
-
 client_venv lm_eval 3.12 "lm-eval[api]==0.4.13"
 serve --flagfile=configs/cpu_default.flags "$@"
 model=$(curl -sf "$url/v1/models" | .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')

@@ -7,11 +7,6 @@ cd "$(dirname "$0")/../.."
 . scripts/lib.sh
 . scripts/compat/lib.sh
 
-if [[ "${1:-}" == --help ]]; then
-  sed -n '2,/^set/{/^#/s/^# //p}' "$0"
-  exit
-fi
-
 client_venv router 3.12 "smg==1.13.0" "openai>=2.0"
 serve --flagfile=configs/cpu_default.flags --enable_cache_service "$@"
 target=$(sed -n 's/.*\] ready: .* on \([^ ,]*:[0-9]*\),.*/\1/p' "$serve_log")
