@@ -275,7 +275,8 @@ def test_a_tokenizer_that_fails_ends_the_one_request_and_its_words_are_not_logge
         else:
             assert output.token_ids == answer(request)
     assert SECRET not in caplog.text
-    assert re.search(r"'r2' cannot be dealt with: ValueError, raised at\n(.*\n)*.*in failing", caplog.text)
+    told = r"'r2' cannot be dealt with: ValueError, raised at\n(.*\n)*.*in failing"
+    assert re.search(told, caplog.text)
     assert t.value("requests_finished_total", reason="error") == 1
     t.assert_idle()
 
