@@ -29,7 +29,8 @@ class Admission:
     """The waiting requests.
 
     Attributes:
-      held: groups of requests that may not start, because of suspects.py.
+      on_trial: requests that start before all others, because of suspects.py.
+      held: likewise, groups of requests that may not start.
       alone: likewise, the one request that may; None: anyone.
     """
 
@@ -37,6 +38,7 @@ class Admission:
         self.config = config
         self.num_tokens = 0  # prompt tokens that wait to be admitted for the first time
         self.num_preempted = 0
+        self.on_trial: dict[Request, None] = {}
         self.held: list[Group] = []
         self.alone: Request | None = None
         self.running_of = Counter[str]()  # running requests by class
@@ -118,6 +120,9 @@ class Admission:
         """Returns the request to admit next, without taking it out."""
         if self.alone is not None:
             return self.alone if self.alone.status in _WAIT else None
+        for tried in self.on_trial:  # else newcomers could put off the trial's end for ever
+            if tried.status in _WAIT and self._lane_that_blocks(tried) is None:
+                return tried
         self._take_back(now)
         for _ in range(MAX_PASSED):
             request = self.queue.first(now)

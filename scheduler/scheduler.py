@@ -116,17 +116,14 @@ class Scheduler:
         """Puts all that runs back into the queue, because the device has lost what it held: pages,
         cached prefixes, tokens in flight. Returns the requests of the steps in flight."""
         lost = list(dict.fromkeys(r for plan in self._in_flight for r in plan.requests))
-        self._in_flight.clear()
         for request in list(self.running):
             self._leave_device(request)
             request.status = RequestStatus.PREEMPTED
             self.waiting.push(request)
         for request in self.waiting:
-            request.num_output_tokens, request.num_inflight_tokens = (
-                len(request.output_token_ids),
-                0,
-            )
+            request.num_inflight_tokens = 0
             self.preemption.drop(request)
+        self._in_flight.clear()
         self.preemption.take_copies()  # none is to be made
         is_empty = self.cache.reset()
         assert is_empty, "a cached page is in use though nobody runs"

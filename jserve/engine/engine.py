@@ -220,7 +220,7 @@ class Engine:
         log.error("a step failed; all that ran starts again", exc_info=error)
         self.metrics.on_step_failure()
         self._in_flight.clear()
-        self._unchosen = None
+        self._unchosen, self._did_nothing = None, False
         culprit = self._suspects.on_failure(self.scheduler.restart())
         if culprit is not None:
             log.error("the device fails on request %r, which is ended", culprit.request_id)

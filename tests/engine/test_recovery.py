@@ -11,46 +11,22 @@ from jserve.engine.engine import MOST_CULPRITS
 from jserve.errors import EngineDead, RequestFailed
 from jserve.structured import GrammarKind, StructuredOutput
 from scheduler.kv_events import Cleared
-from tests.engine.tiny import Tiny, answer, asking, joined, run, tiny
+from tests.engine.tiny import (
+    Tiny,
+    answer,
+    asking,
+    fail_once,
+    fail_with,
+    joined,
+    outputs_of,
+    requests,
+    run,
+    tiny,
+)
 
 BOTH = pytest.mark.parametrize("overlap", [True, False])
 JSON = StructuredOutput(GrammarKind.JSON_OBJECT)
 SECRET = "the prompt's own words"
-
-
-def requests(count: int = 6):
-    return [asking(f"r{i}", [(7 * i + j) % 90 for j in range(3 * i + 1)], 9) for i in range(count)]
-
-
-def fail_once(t: Tiny, where: str, at: int) -> None:
-    """Lets the device fail at its event number `at` of a kind."""
-    events = []
-
-    def on_event() -> None:
-        events.append(1)
-        if len(events) == at:
-            raise RuntimeError("a cosmic ray")
-
-    setattr(t.device, where, on_event)
-
-
-def fail_with(t: Tiny, *names: str, after: int = 0) -> None:
-    """Lets all steps fail that hold one of these requests, once it has so many tokens."""
-
-    def on_dispatch() -> None:
-        for request in t.engine._newest_plan.requests:
-            if request.request_id in names and len(request.output_token_ids) >= after:
-                raise RuntimeError(f"the device cannot do {request.request_id}")
-
-    t.device.on_dispatch = on_dispatch
-
-
-def outputs_of(t: Tiny, asked) -> dict:
-    for request in asked:
-        t.engine.add(request)
-    outputs = joined(run(t.engine))
-    t.assert_idle()
-    return outputs
 
 
 @BOTH
@@ -102,94 +78,6 @@ def test_what_was_swapped_out_when_the_device_failed_is_computed_anew():
     for request in asked:
         assert outputs[request.request_id].token_ids == answer(request)
     assert t.value("step_failures_total") == 1
-    t.assert_idle()
-
-
-@BOTH
-@pytest.mark.parametrize("after", [0, 4])
-@pytest.mark.parametrize("culprits", [("r0",), ("r3",), ("r1", "r4")])
-def test_a_request_that_the_device_cannot_compute_is_found_and_ended_alone(
-    overlap, after, culprits
-):
-    t = tiny(overlap=overlap, max_num_seqs=8)
-    fail_with(t, *culprits, after=after)
-    outputs = outputs_of(t, requests())
-    for request in requests():
-        output = outputs[request.request_id]
-        if request.request_id in culprits:
-            assert isinstance(output.last.error, RequestFailed)
-            assert output.token_ids == answer(request)[: len(output.token_ids)]
-        else:
-            assert output.token_ids == answer(request)
-
-
-def test_requests_that_come_during_a_trial_do_not_wait_for_it():
-    t = tiny(max_num_seqs=8)
-    fail_with(t, "r0")
-    for request in requests():
-        t.engine.add(request)
-    updates = []
-    while not t.engine.scheduler.waiting.held:
-        updates += t.engine.step()
-    held = [r.request_id for group in t.engine.scheduler.waiting.held for r in group]
-    t.engine.add(asking("new", [42], 1))
-    updates += run(t.engine)
-    order = [u.request_id for u in updates if u.token_ids]
-    assert order.index("new") < max(order.index(name) for name in held)
-
-
-@BOTH
-@pytest.mark.parametrize("leaves", [True, False])
-def test_who_is_on_trial_does_not_answer_for_a_request_that_has_come_since(overlap, leaves):
-    t = tiny(overlap=overlap, max_num_seqs=8)
-    fail_with(t, "bad", "worse")
-    good = asking("good", [1, 2, 3], 9)
-    for request in (good, asking("bad", [4, 5], 9)):
-        t.engine.add(request)
-    updates = []
-    while not t.engine.scheduler.waiting.held:
-        updates += t.engine.step()
-    t.engine.add(asking("worse", [42], 3))
-    if leaves:
-        t.engine.step()
-        t.engine.abort("worse")
-    outputs = joined(updates + run(t.engine))
-    assert outputs["good"].token_ids == answer(good)
-    assert isinstance(outputs["bad"].last.error, RequestFailed)
-    assert leaves or isinstance(outputs["worse"].last.error, RequestFailed)
-    t.assert_idle()
-
-
-@BOTH
-def test_who_is_to_be_tried_alone_and_leaves_holds_up_nobody(overlap):
-    t = tiny(overlap=overlap, max_num_seqs=8)
-    fail_with(t, "bad")
-    t.engine.add(asking("bad", [4, 5], 9))
-    t.engine.step()
-    others = requests()
-    for request in others:
-        t.engine.add(request)
-    while t.engine.scheduler.waiting.alone is None:
-        t.engine.step()
-    t.engine.abort("bad")
-    outputs = joined(run(t.engine))
-    for request in others:
-        assert outputs[request.request_id].token_ids == answer(request)
-    t.assert_idle()
-
-
-def test_suspects_that_leave_during_their_trial_hold_up_nobody():
-    t = tiny(max_num_seqs=8)
-    fail_with(t, "r0", "r1")
-    for request in requests():
-        t.engine.add(request)
-    while not t.engine.scheduler.waiting.held:
-        t.engine.step()
-    for name in ("r0", "r1", "r2"):
-        t.engine.abort(name)
-    outputs = joined(run(t.engine))
-    for request in requests()[3:]:
-        assert outputs[request.request_id].token_ids == answer(request)
     t.assert_idle()
 
 

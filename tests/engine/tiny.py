@@ -213,3 +213,38 @@ def run(engine: Engine, max_turns: int = 2000) -> list[RequestUpdate]:
             return updates
         updates += engine.step()
     raise AssertionError(f"still busy after {max_turns} turns: {engine.stats()}")
+
+
+def fail_once(t: Tiny, where: str, at: int) -> None:
+    """Lets the device fail at its event number `at` of a kind."""
+    events = []
+
+    def on_event() -> None:
+        events.append(1)
+        if len(events) == at:
+            raise RuntimeError("a cosmic ray")
+
+    setattr(t.device, where, on_event)
+
+
+def fail_with(t: Tiny, *names: str, after: int = 0) -> None:
+    """Lets all steps fail that hold one of these requests, once it has so many tokens."""
+
+    def on_dispatch() -> None:
+        for request in t.engine._newest_plan.requests:
+            if request.request_id in names and len(request.output_token_ids) >= after:
+                raise RuntimeError(f"the device cannot do {request.request_id}")
+
+    t.device.on_dispatch = on_dispatch
+
+
+def requests(count: int = 6):
+    return [asking(f"r{i}", [(7 * i + j) % 90 for j in range(3 * i + 1)], 9) for i in range(count)]
+
+
+def outputs_of(t: Tiny, asked) -> dict:
+    for request in asked:
+        t.engine.add(request)
+    outputs = joined(run(t.engine))
+    t.assert_idle()
+    return outputs

@@ -18,6 +18,7 @@ class Line:
     """Where requests wait."""
 
     def __init__(self) -> None:
+        self.on_trial: dict[Request, None] = {}
         self.held: list[Group] = []
         self.alone: Request | None = None
 
