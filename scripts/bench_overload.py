@@ -11,7 +11,6 @@ refused, with which advice, and how long the others waited at most.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 import time
@@ -26,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 from absl import app, flags
 
+from jserve.bench.served import served
 from jserve.client import GenerateClient
 from jserve.errors import Overloaded
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "What is served.")
 _ROWS = flags.DEFINE_integer("max_num_seqs", 32, "Requests that run at once.", lower_bound=1)
 _QUEUE = flags.DEFINE_integer("max_queued_requests", 32, "Those that may wait.", lower_bound=1)
@@ -143,35 +142,15 @@ class Load:
 
 async def measure() -> None:
     given = [f"--{f.name}={f.value}" for f in (_MODEL, _ROWS, _QUEUE)]
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, ROOT / "scripts" / "serve.py", *given, "--port=0", "--http_port=0"),
-        *("--max_model_len=256", "--noenable_prefix_cache"),
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert server.stderr is not None
-    url = target = ""
-    while not target:
-        line = (await server.stderr.readline()).decode()
-        assert line, "the server ended before it was ready"
-        if found := re.search(r"HTTP answers on (\S+)", line):
-            url = found[1]
-        if found := re.search(r"ready: .* on (\S+:\d+),", line):
-            target = found[1]
-    draining = asyncio.create_task(server.stderr.read())
-    try:
-        async with GenerateClient(target) as client:
-            load = Load(client, url, psutil.Process(server.pid))
-            for _ in range(_ROUNDS.value):
-                peak = await load.peak()
-                show("peak", peak, peak)
-                for times in _LOADS.value:
-                    outcome = await load.offer(float(times) * peak.request_rate)
-                    show(f"{times} x", outcome, peak)
-    finally:
-        server.terminate()
-        await server.wait()
-        await draining
+    given += ["--max_model_len=256", "--noenable_prefix_cache"]
+    async with served(*given) as server, GenerateClient(server.target) as client:
+        load = Load(client, server.url, psutil.Process(server.process.pid))
+        for _ in range(_ROUNDS.value):
+            peak = await load.peak()
+            show("peak", peak, peak)
+            for times in _LOADS.value:
+                outcome = await load.offer(float(times) * peak.request_rate)
+                show(f"{times} x", outcome, peak)
 
 
 def show(name: str, outcome: Outcome, peak: Outcome) -> None:

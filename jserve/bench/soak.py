@@ -78,7 +78,10 @@ class Soak:
         self._client = GenerateClient(target)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Soak:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._client.close()
         await self._session.close()
 

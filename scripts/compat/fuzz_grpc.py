@@ -6,13 +6,11 @@ scripts/compat/fuzz_grpc.py --num_calls=10000. Without --target, of a tiny model
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -21,40 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jserve.bench.fuzz import Fuzzer  # noqa: E402
+from jserve.bench.served import served  # noqa: E402
 from tests.e2e.chain_model import write_random_model  # noqa: E402
 
 _NUM_CALLS = flags.DEFINE_integer("num_calls", 10_000, "In all.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of all that is random.")
 _TARGET = flags.DEFINE_string("target", "", "host:port of a server; empty: one of its own.")
 ROUND = 1000  # calls between two looks at the server
-FLAGS = ("--max_num_seqs=16", "--kv_memory_bytes=2097152", "--port=0", "--http_port=0")
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[str]:
-    """A server of a tiny model, its log beside; yields its gRPC target."""
-    with tempfile.TemporaryDirectory() as name:
-        write_random_model(Path(name), eos=("<eos>",))
-        log = Path(name) / "log"
-        with log.open("wb") as file:
-            server = await asyncio.create_subprocess_exec(
-                *(sys.executable, ROOT / "scripts" / "serve.py", f"--model={name}", *FLAGS),
-                "--enable_cache_service",
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stderr=file,
-            )
-        try:
-            while "] ready: " not in (text := log.read_text()):
-                if server.returncode is not None:
-                    sys.exit(f"the server ended:\n{text[-2000:]}")
-                await asyncio.sleep(0.2)
-            yield text.rpartition(" on ")[2].partition(",")[0]
-        finally:
-            if server.returncode is None:
-                server.terminate()
-            print("the server's exit code:", await server.wait())
-            faults = [line for line in log.read_text().splitlines() if line[:1] in "EF"]
-            print(*faults[:40], f"{len(faults)} errors in its log", sep="\n")
+FLAGS = ("--max_num_seqs=16", "--kv_memory_bytes=2097152", "--enable_cache_service")
 
 
 async def fuzz(target: str) -> int:
@@ -77,8 +49,13 @@ async def fuzz(target: str) -> int:
 async def run() -> int:
     if _TARGET.value:
         return await fuzz(_TARGET.value)
-    async with serving() as target:
-        return await fuzz(target)
+    with tempfile.TemporaryDirectory() as name:
+        write_random_model(Path(name), eos=("<eos>",))
+        async with served(f"--model={name}", *FLAGS) as server:
+            code = await fuzz(server.target)
+    print(f"the server's exit code: {server.exit_code}; {len(server.errors)} errors in its log")
+    print(*server.errors[:40], sep="\n")
+    return code
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -27,6 +24,7 @@ from absl import app, flags
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from jserve.bench.served import served  # noqa: E402
 from tests.e2e.chain_model import write_random_model  # noqa: E402
 from tests.e2e.http_fuzzer import HttpFuzzer  # noqa: E402
 from tests.e2e.real_engine import CALL_TEMPLATE  # noqa: E402
@@ -35,42 +33,7 @@ _NUM_CALLS = flags.DEFINE_integer("num_calls", 10_000, "In all, about.", lower_b
 _SEED = flags.DEFINE_integer("seed", 0, "The first; each round has the next one.")
 NUM_EXAMPLES = 150  # of each operation and round
 # A short model: a legal request may ask for 512 prompts, and as many tokens as fit.
-FLAGS = (
-    "--max_model_len=256",
-    "--max_num_seqs=16",
-    "--kv_memory_bytes=2097152",
-    "--port=0",
-    "--http_port=0",
-)
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[tuple[str, str]]:
-    """A server of a tiny model, its log beside; yields its gRPC target and its URL."""
-    with tempfile.TemporaryDirectory() as name:
-        write_random_model(Path(name), eos=("<eos>",))
-        settings = json.dumps({"chat_template": CALL_TEMPLATE})
-        (Path(name) / "tokenizer_config.json").write_text(settings)
-        log = Path(name) / "log"
-        with log.open("wb") as file:
-            server = await asyncio.create_subprocess_exec(
-                *(sys.executable, ROOT / "scripts" / "serve.py", f"--model={name}", *FLAGS),
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stderr=file,
-            )
-        try:
-            while not (ready := re.search(r"\] ready: .* on (\S+:\d+),", text := log.read_text())):
-                if server.returncode is not None:
-                    sys.exit(f"the server ended:\n{text[-2000:]}")
-                await asyncio.sleep(0.2)
-            [url] = re.findall(r"HTTP answers on (\S+)", text)
-            yield ready[1], url
-        finally:
-            if server.returncode is None:
-                server.terminate()
-            print("the server's exit code:", await server.wait())
-            faults = [line for line in log.read_text().splitlines() if line[:1] in "EF"]
-            print(*faults[:40], f"{len(faults)} errors in its log", sep="\n")
+FLAGS = ("--max_model_len=256", "--max_num_seqs=16", "--kv_memory_bytes=2097152")
 
 
 async def fuzz(target: str, url: str) -> list[str]:
@@ -105,9 +68,14 @@ async def fuzz(target: str, url: str) -> list[str]:
 
 
 async def run() -> int:
-    async with serving() as (target, url):
-        surprises = await fuzz(target, url)
-    print(f"{len(surprises)} surprises")
+    with tempfile.TemporaryDirectory() as name:
+        write_random_model(Path(name), eos=("<eos>",))
+        settings = json.dumps({"chat_template": CALL_TEMPLATE})
+        (Path(name) / "tokenizer_config.json").write_text(settings)
+        async with served(f"--model={name}", *FLAGS) as server:
+            surprises = await fuzz(server.target, server.url)
+    print(f"the server's exit code: {server.exit_code}; {len(server.errors)} errors in its log")
+    print(*server.errors[:40], f"{len(surprises)} surprises", sep="\n")
     return int(bool(surprises))
 
 

@@ -77,11 +77,8 @@ class HttpFuzzer:
 
     async def quiet(self) -> Quiet:
         """Returns what the server holds when nobody asks it anything, and its canary's answer."""
-        client = Soak(self._target, self._url)
-        try:
+        async with Soak(self._target, self._url) as client:
             return await client.quiet()
-        finally:
-            await client.close()
 
     async def run_schemathesis(self, num_examples: int, phases: str = "fuzzing") -> int:
         """Runs the unmodified command, with at most so many cases of each operation and phase.

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 import psutil
 import pytest
 
+from jserve.bench.served import served
 from jserve.client import GenerateClient
 from jserve.errors import EngineDead
 from jserve.messages import GenerateRequest
 from tests.e2e.real_engine import SETTINGS, alone, greedy, model
 
-ROOT = Path(__file__).parents[2]
-START_S = 240.0  # a cold start compiles every bucket
 END_S = 20.0
 ENDLESS = 4000  # tokens: seconds of work
 
@@ -37,37 +33,13 @@ class Started(NamedTuple):
 @contextlib.asynccontextmanager
 async def started(drain_s: int) -> AsyncIterator[Started]:
     """A server that is ready, and clients of it."""
-    flags = [f"--{name}={value}" for name, value in SETTINGS.items()]
-    flags += [
-        f"--model={model('random').folder}",
-        "--port=0",
-        "--http_port=0",
-        f"--drain_timeout_s={drain_s}",
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, ROOT / "scripts" / "serve.py", *flags),
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        url = ""
-        async with asyncio.timeout(START_S):
-            while True:
-                line = (await process.stderr.readline()).decode()
-                assert line, "the server ended before it was ready"
-                if found := re.search(r"HTTP answers on (\S+)", line):
-                    url = found[1]
-                if found := re.search(r"ready: tiny on .*:(\d+),", line):
-                    break
-        async with (
-            GenerateClient(f"127.0.0.1:{found[1]}") as client,
-            aiohttp.ClientSession(url) as http,
-        ):
-            yield Started(process, client, http)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    settings = SETTINGS | {"model": model("random").folder, "drain_timeout_s": drain_s}
+    async with (
+        served(*(f"--{name}={value}" for name, value in settings.items())) as server,
+        GenerateClient(server.target) as client,
+        aiohttp.ClientSession(server.url) as http,
+    ):
+        yield Started(server.process, client, http)
 
 
 async def begun_grpc(client: GenerateClient, prompt: list[int], num_tokens: int):
@@ -107,7 +79,6 @@ def ids_of(events: list[str]) -> list[int]:
 
 async def ended(process: asyncio.subprocess.Process) -> int:
     async with asyncio.timeout(END_S):
-        await process.stderr.read()
         return await process.wait()
 
 

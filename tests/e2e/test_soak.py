@@ -9,13 +9,10 @@ from tests.e2e.real_engine import arranged, serving_real, value
 async def test_requests_that_are_read_left_late_and_wrong_leave_nothing_behind():
     engine = arranged("sixteen")
     async with serving_real(engine, http=True) as served:
-        client = Soak(served.target, served.http, seed=1)
-        try:
+        async with Soak(served.target, served.http, seed=1) as client:
             before = await client.quiet()
             await client.run(300)
             assert await client.quiet() == before
-        finally:
-            await client.close()
         assert not client.surprises
         assert sum(client.outcomes.values()) == 300
         assert not served.engine._streams, "requests without readers"
