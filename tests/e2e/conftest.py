@@ -1,11 +1,9 @@
-"""Helpers of the end-to-end tests: one built engine in many arrangements."""
+"""Models of tests/data/models that an engine can serve."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -47,30 +45,3 @@ def servable(tmp_path_factory):
         return made[name]
 
     return folder_of
-
-
-def rearranged(built, *, overlap: bool = True, **limits):
-    """Returns an LLM with its own scheduler, queue and metrics over the compiled steps and the
-    pages of the engine `built`, which must not run meanwhile. `limits` are SchedulerConfig's; they
-    can only shrink, as the steps hold any smaller number of rows, tokens and pages.
-    """
-    from jserve.engine.engine import Engine
-    from jserve.engine.metrics import EngineMetrics
-    from jserve.llm import LLM
-    from scheduler.packer import Packer
-    from scheduler.scheduler import Scheduler
-
-    base = built.scheduler.config
-    config = dataclasses.replace(base, **limits)
-    for name, limit in limits.items():
-        assert limit <= getattr(base, name), f"{name}={limit} is more than {getattr(base, name)}"
-    engine = Engine(
-        processor=built.processor,
-        scheduler=Scheduler(config),
-        packer=Packer(config, built._packer.buckets),
-        runner=built._runner,
-        metrics=EngineMetrics(),
-        overlap=overlap,
-        clock=time.monotonic,
-    )
-    return LLM.from_engine(engine)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -116,26 +116,23 @@ class _Turn:
         self._built._runner.reset()
 
 
-def arranged(
-    kind: str = "random",
+def rearranged(
+    built: Engine,
     *,
-    role: str = "tested",
+    runner: Any = None,
     max_model_len: int | None = None,
     overlap: bool = True,
-    jump_forward: str = "always",
-    max_queued_requests: int = 1024,
+    jump_forward: str = "auto",
     clock: Callable[[], float] = time.monotonic,
     **limits: int | bool,
 ) -> Engine:
-    """Returns a fresh engine; `limits` are SchedulerConfig's, none above the built one's.
-
-    It takes the device's pages over from the engine before it of the same model and role, which
-    must not run again.
-    """
-    built = _built(kind, role)
+    """Returns an engine with its own scheduler, queue and metrics over the compiled steps and the
+    pages of `built`, which must not run meanwhile. `limits` are SchedulerConfig's; they can only
+    shrink, as the steps hold any smaller number of rows, tokens and pages."""
     base, model_limits = built.scheduler.config, built.processor.limits
-    config = dataclasses.replace(base, max_queued_requests=max_queued_requests, **limits)
-    assert config.num_pages <= base.num_pages
+    config = dataclasses.replace(base, **limits)
+    for name in ("num_pages", "max_num_seqs", "max_num_batched_tokens"):
+        assert getattr(config, name) <= getattr(base, name), f"{name} is more than was built"
     scheduler = Scheduler(config)
     if max_model_len is not None:
         model_limits = dataclasses.replace(model_limits, max_model_len=max_model_len)
@@ -150,12 +147,25 @@ def arranged(
         ),
         scheduler=scheduler,
         packer=Packer(config, built._packer.buckets),
-        runner=_Turn(built),
+        runner=runner or built._runner,
         metrics=EngineMetrics(),
         overlap=overlap,
         jump_forward=jump_forward,
         clock=clock,
     )
+
+
+def arranged(
+    kind: str = "random", *, role: str = "tested", jump_forward: str = "always", **settings: Any
+) -> Engine:
+    """Returns a fresh engine over a tiny model; `settings` are those of `rearranged`.
+
+    It takes the device's pages over from the engine before it of the same model and role, which
+    must not run again.
+    """
+    built = _built(kind, role)
+    runner = _Turn(built)
+    return rearranged(built, runner=runner, jump_forward=jump_forward, **settings)
 
 
 def generate(engine: Engine, prompts, params=GREEDY) -> list[RequestOutput]:

@@ -14,7 +14,6 @@ from jserve.errors import InvalidRequest, RequestFailed
 from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
-from tests.e2e.conftest import rearranged
 from tests.e2e.real_engine import (
     BUDGET,
     PAGE,
@@ -25,6 +24,7 @@ from tests.e2e.real_engine import (
     generate,
     greedy,
     prompt_of,
+    rearranged,
     reference,
     tokens_of,
     value,
@@ -82,7 +82,8 @@ def llama(servable):
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_embeddings_are_those_of_transformers(llama, pooling, chunk):
     prompts = [sequence.ids.tolist() for sequence in reference_model("llama").sequences]
-    found = rearranged(llama, prefill_chunk=chunk).embed(prompts, pooling)
+    llm = LLM.from_engine(rearranged(llama, prefill_chunk=chunk))
+    found = llm.embed(prompts, pooling)
     for output, expected in zip(found, embeddings_of_transformers("llama", pooling), strict=True):
         assert output.embedding.dtype == np.float32
         np.testing.assert_allclose(output.embedding, expected, rtol=0, atol=2e-5)

@@ -24,7 +24,7 @@ from jserve.messages import GenerateRequest
 from jserve.offline import CompletionOutput, RequestDriver
 from jserve.sampling_params import SamplingParams
 from tests.conftest import DATA, golden
-from tests.e2e.conftest import rearranged
+from tests.e2e.real_engine import rearranged
 from tests.e2e.tensor_parallel_process import run_jobs
 
 NUM_TOKENS = 64
@@ -53,7 +53,8 @@ class Real(NamedTuple):
     cases: list[dict]
 
     def arranged(self, chunk: int, **changes) -> LLM:
-        return rearranged(self.engine, prefill_chunk=chunk, max_num_batched_tokens=chunk, **changes)
+        limits = {"prefill_chunk": chunk, "max_num_batched_tokens": chunk}
+        return LLM.from_engine(rearranged(self.engine, **limits, **changes))
 
 
 @cache

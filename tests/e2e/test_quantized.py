@@ -23,9 +23,16 @@ from jserve.models.families import model_config_from_hf
 from jserve.models.head_layout import head_layout
 from jserve.runner.kv_scales import HEADROOM, int8_scales
 from pallas_kernels.ragged_paged_attention import reference
-from tests.e2e.conftest import rearranged
 from tests.e2e.paged import MAX_MODEL_LEN, MAX_TOKENS, PagedModel
-from tests.e2e.real_engine import SETTINGS, generate, greedy, model, prompt_of, tokens_of
+from tests.e2e.real_engine import (
+    SETTINGS,
+    generate,
+    greedy,
+    model,
+    prompt_of,
+    rearranged,
+    tokens_of,
+)
 from tests.models.reference import reference_model, run_dense
 
 KINDS = pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -89,20 +96,20 @@ def built(quantization: str, kind: str) -> Engine:
 
 
 def answers(quantization: str, kind: str, **limits) -> list[list[int]]:
-    engine = rearranged(built(quantization, kind), **limits)._engine
+    engine = rearranged(built(quantization, kind), **limits)
     return tokens_of(generate(engine, PROMPTS, ANSWER))
 
 
 @KINDS
 def test_O101_the_engine_gives_the_same_tokens_chunked_cached_swapped_and_recomputed(kind):
-    engine = rearranged(built("none", kind))._engine
+    engine = rearranged(built("none", kind))
     cold, warm = (generate(engine, PROMPTS, ANSWER) for _ in range(2))
     assert [output.num_cached_tokens for output in cold] == [0] * len(PROMPTS)
     assert [output.num_cached_tokens for output in warm] == [0, 32, 16, 80]
     assert tokens_of(warm) == tokens_of(cold)
     assert answers("none", kind, prefill_chunk=8) == tokens_of(cold)
     for swap_page_s in (-1.0, 1e9):  # cheaper than recomputing, and never worth it
-        engine = rearranged(built("none", kind), num_pages=9, enable_prefix_cache=False)._engine
+        engine = rearranged(built("none", kind), num_pages=9, enable_prefix_cache=False)
         engine.scheduler.preemption.swap_page_s = swap_page_s
         assert tokens_of(generate(engine, PROMPTS, ANSWER)) == tokens_of(cold)
         assert engine.scheduler.num_preemptions > 0
@@ -147,6 +154,6 @@ def test_an_engine_in_int8_gives_the_tokens_of_its_rounded_weights(kind):
 
 def test_an_engine_in_int8_answers_alike_whatever_shares_the_batch():
     together = answers("w8a8", "auto")
-    engine = rearranged(built("w8a8", "auto"))._engine
+    engine = rearranged(built("w8a8", "auto"))
     alone = [tokens_of(generate(engine, [prompt], ANSWER))[0] for prompt in PROMPTS]
     assert together == alone

@@ -17,7 +17,7 @@ from jserve.sampling_params import SamplingParams
 from jserve.structured import GrammarKind, StructuredOutput
 from scheduler.bucket import Bucket, choose_bucket
 from scheduler.packer import Packer
-from tests.e2e.conftest import rearranged
+from tests.e2e.real_engine import generate, rearranged, tokens_of
 
 NUM_REQUESTS = 120
 VOCAB, MAX_MODEL_LEN = 128, 200
@@ -101,7 +101,7 @@ def test_random_traffic_compiles_nothing(built, compilations, seed):
     rng = random.Random(seed)
     shapes = set()
     counted = compilations_after_warm_up(built)
-    engine = rearranged(built, overlap=seed == 1, num_pages=31)._engine  # few: some lose theirs
+    engine = rearranged(built, overlap=seed == 1, num_pages=31)  # few: some lose theirs
     dispatch = engine._runner.dispatch
     engine._runner = SimpleNamespace(
         dispatch=lambda batch: (shapes.add(batch.bucket), dispatch(batch))[1],
@@ -142,14 +142,12 @@ def test_a_compilation_after_warm_up_would_be_counted(built, compilations):
 
 def test_the_next_larger_bucket_is_taken_where_the_exact_one_is_absent(built):
     prompts = [np.arange(3, 3 + n).tolist() for n in (1, 9, 20)]
-    expected = rearranged(built).generate(prompts, GREEDY)
-    llm = rearranged(built)
-    engine = llm._engine
+    expected = generate(rearranged(built), prompts, GREEDY)
+    engine = rearranged(built)
     largest = [b for b in built._packer.buckets if b.num_rows == 6 and b.num_tokens in (6, 64)]
     assert [b.decode_only for b in largest] == [True, False]
     engine._packer = Packer(engine.scheduler.config, largest)
-    found = llm.generate(prompts, GREEDY)
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert tokens_of(generate(engine, prompts, GREEDY)) == tokens_of(expected)
 
 
 def test_single_tokens_beyond_the_decode_buckets_run_in_a_mixed_one():

@@ -14,7 +14,6 @@ from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
 from jserve.runner.compile import on_each_compilation
 from scheduler.request import RequestStatus
-from tests.e2e.conftest import rearranged
 from tests.e2e.real_engine import (
     PAGE,
     SETTINGS,
@@ -24,6 +23,7 @@ from tests.e2e.real_engine import (
     greedy,
     model,
     prompt_of,
+    rearranged,
     reference,
 )
 from tests.engine.tiny import joined, run
@@ -66,7 +66,7 @@ def solo():
 
 def swapping(built: Engine, **limits) -> Engine:
     """An engine on a tight pool that swaps whenever the host has room."""
-    engine = rearranged(built, num_pages=TIGHT, **limits)._engine
+    engine = rearranged(built, num_pages=TIGHT, **limits)
     engine.scheduler.preemption.swap_page_s = -1.0  # cheaper than any recomputation
     return engine
 
