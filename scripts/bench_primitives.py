@@ -2,7 +2,6 @@
 """Times the small primitives beside what they stand in for, and prints a table of each.
 
     python scripts/bench_primitives.py --suite=matmul --shapes=576x1536,1024x4096 --tokens=1,16,256
-    python scripts/bench_primitives.py --suite=truncate --vocabularies=49152,262144 --rows=16
     python scripts/bench_primitives.py --suite=pages --dtype=bfloat16
 
 The rivals of a table run in turns, in one process. `wall` is the best time, `cpu` the best
@@ -20,14 +19,13 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from jserve.models.layers import linear
-from jserve.runner.sampling import truncate
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.kv_layout import pool_layout, pool_shape
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.quantized_matmul import quantize, quantized_matmul
 from pallas_kernels.ragged_paged_attention.kv_write import scatter
 
-_SUITE = flags.DEFINE_enum("suite", "all", ["all", "matmul", "truncate", "pages"], "what to time")
+_SUITE = flags.DEFINE_enum("suite", "all", ["all", "matmul", "pages"], "what to time")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of activations and pages")
 _SHAPES = flags.DEFINE_list("shapes", ["576x1536", "1024x4096"], "inputs x outputs of a matmul")
 _TOKENS = flags.DEFINE_list("tokens", ["1", "2", "4", "8", "16", "64", "256"], "of a matmul")
@@ -35,8 +33,6 @@ _WEIGHT_MIB = flags.DEFINE_integer(
     "weight_mib", 200, "float32 weights that a matmul's time is taken over: more than caches hold"
 )
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 64, "inputs that share a scale")
-_VOCABULARIES = flags.DEFINE_list("vocabularies", ["49152", "262144"], "of truncation")
-_ROWS = flags.DEFINE_integer("rows", 16, "of truncation")
 _PAGES = flags.DEFINE_list("pages", ["1", "16"], "moved at a time")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "timed calls of each program", lower_bound=1)
 
@@ -98,31 +94,6 @@ def matmuls() -> None:
     table("ms of one matmul", 1e-3, rows)
 
 
-def truncations() -> None:
-    """Milliseconds of top-k and top-p, beside a sort and a top_k that only begin the work."""
-    rows, num_rows = {}, _ROWS.value
-    cut = jax.jit(truncate)
-
-    def limits(top_k: int, top_p: float):
-        like = partial(jnp.full, (num_rows,))
-        return like(top_k, jnp.int32), like(top_p, jnp.float32), like(0, jnp.float32)
-
-    for vocabulary in map(int, _VOCABULARIES.value):
-        x = 3 * jax.random.normal(jax.random.key(2), (num_rows, vocabulary))
-        x = x - x.max(axis=1, keepdims=True)
-        rows[f"{num_rows} x {vocabulary}"] = times_of(
-            {
-                "off": partial(cut, x, *limits(0, 1.0)),
-                "top-k 50": partial(cut, x, *limits(50, 1.0)),
-                "top-p 0.95": partial(cut, x, *limits(0, 0.95)),
-                "both": partial(cut, x, *limits(50, 0.95)),
-                "lax.top_k 64": partial(jax.jit(partial(jax.lax.top_k, k=64)), x),
-                "lax.sort": partial(jax.jit(jax.lax.sort), x),
-            }
-        )
-    table("ms of truncation", 1e-3, rows)
-
-
 def page_moves() -> None:
     """Microseconds of moving pages of SmolLM2-135M, and of writing 16 new tokens into one layer."""
     layout = pool_layout(Backend.XLA, 3, 64, _DTYPE.value)
@@ -162,7 +133,7 @@ def page_moves() -> None:
 def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"{argv[1:]} are no flags")
-    suites = {"matmul": matmuls, "truncate": truncations, "pages": page_moves}
+    suites = {"matmul": matmuls, "pages": page_moves}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     for name, suite in suites.items():
         if _SUITE.value in ("all", name):

@@ -31,6 +31,8 @@ from jserve.engine.engine import Engine
 from jserve.engine.line_log import FLUSH_S
 from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
+from jserve.sim.histogram import Histogram
+from jserve.sim.recorder import Recorder
 from jserve.sim.step_log import read_step_log
 from scheduler.request import Request, SamplingView
 from scheduler.simulator import simulate
@@ -51,39 +53,10 @@ THROUGHPUT_LIMIT, LATENCY_LIMIT = 0.10, 0.15
 Figures = dict[str, float]
 
 
-class Observed:
-    """A simulation's recorder that keeps what is compared, every gap by itself."""
-
-    def __init__(self) -> None:
-        self.ttft_s: list[float] = []
-        self.gaps_s: list[np.ndarray] = []
-        self.end_s = 0.0
-
-    def on_steps(self, *args: object) -> None: ...
-
-    def on_preemption(self, request: Request, cause: str) -> None: ...
-
-    def on_gaps(self, gaps_s: np.ndarray, count: int) -> None:
-        self.gaps_s.append(np.repeat(gaps_s, count))
-
-    def on_first_token(self, request: Request, ttft_s: float) -> None:
-        self.ttft_s.append(ttft_s)
-
-    def on_finish(
-        self, request: Request, finish_s: float, ttft_s: float | None, last_token_s: float | None
-    ) -> None:
-        self.end_s = finish_s
-
-
-def figures(ttft_s: Sequence[float], gaps_s: np.ndarray, num_tokens: int, end_s: float) -> Figures:
-    ttft, itl = (np.quantile(x, (0.5, 0.95)) * 1e3 for x in (ttft_s, gaps_s))
-    return {
-        "throughput": num_tokens / end_s,
-        "TTFT p50": ttft[0],
-        "TTFT p95": ttft[1],
-        "ITL p50": itl[0],
-        "ITL p95": itl[1],
-    }
+def figures(ttft: Histogram, itl: Histogram, num_tokens: int, end_s: float) -> Figures:
+    times = {"TTFT": ttft, "ITL": itl}
+    of_all = {f"{n} p{p}": 1e3 * h.percentile(p) for n, h in times.items() for p in (50, 95)}
+    return {"throughput": num_tokens / end_s} | of_all
 
 
 def drawn(num: int, seed: int) -> list[GenerateRequest]:
@@ -98,10 +71,13 @@ def drawn(num: int, seed: int) -> list[GenerateRequest]:
 
 
 def of_engine(results: Sequence[RequestResult]) -> Figures:
-    ttft = [r.ttft_s for r in results if r.ttft_s is not None]
-    gaps = np.concatenate([r.gaps_s for r in results])
+    ttft, itl = Histogram(), Histogram()
+    for result in results:
+        ttft.add(result.ttft_s or 0.0)
+        for gap_s in result.gaps_s:
+            itl.add(gap_s)
     num_tokens = sum(r.usage.completion_tokens for r in results)
-    return figures(ttft, gaps, num_tokens, max(r.end_s for r in results))
+    return figures(ttft, itl, num_tokens, max(r.end_s for r in results))
 
 
 def of_simulator(
@@ -111,7 +87,7 @@ def of_simulator(
     due_s: Sequence[float],
     closed_loop: int,
 ) -> Figures:
-    record = Observed()
+    record = Recorder()
     arriving = (
         Request(
             str(i),
@@ -123,7 +99,7 @@ def of_simulator(
     )
     simulate(engine.scheduler.config, model, arriving, record, closed_loop=closed_loop)
     num_tokens = sum(request.sampling.max_tokens or 1 for request in requests)
-    return figures(record.ttft_s, np.concatenate(record.gaps_s), num_tokens, record.end_s)
+    return figures(record.total.ttft, record.itl, num_tokens, record.last_end_s)
 
 
 class Steps:
