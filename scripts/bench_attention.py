@@ -27,6 +27,7 @@ from pallas_kernels.ragged_paged_attention.workloads import (
     Workload,
     attend_with,
     compile_layers,
+    gathered,
     make_step,
 )
 
@@ -39,7 +40,7 @@ _CHUNKS = flags.DEFINE_list("chunks", ["64", "256", "512"], "prefill tokens in t
 _NUM_LAYERS = flags.DEFINE_integer("num_layers", 8, "layers of the pool")
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 4096, "width of page_indices, in tokens")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed calls of each program")
-_BASELINE = flags.DEFINE_boolean("baseline", False, "time gather + einsum over max_model_len too")
+_BASELINE = flags.DEFINE_boolean("baseline", False, "time a gather of max_model_len tokens too")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of queries and pool")
 
 
@@ -67,30 +68,6 @@ def workload(
         dtype=_DTYPE.value,
         kv_dtype=_DTYPE.value,
     )
-
-
-def gathered(heads: Heads) -> Callable:
-    """Decode as one gather of all pages a row may have, and two einsums."""
-
-    def attend(q, k, v, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
-        page_size, position = pool.shape[2], kv_lens - 1
-        page = jnp.take_along_axis(page_indices, position[:, None] // page_size, axis=1)[:, 0]
-        pool = pool.at[layer, page, position % page_size].set(
-            jnp.stack([k, v], 2).reshape(q.shape[0], -1, heads.head_dim)
-        )
-        tokens = pool[layer, page_indices]
-        tokens = tokens.reshape(q.shape[0], -1, heads.num_kv_heads, 2, heads.head_dim)
-        grouped = q.reshape(q.shape[0], heads.num_kv_heads, -1, heads.head_dim)
-        scores = jnp.einsum("skgh,stkh->skgt", grouped, tokens[:, :, :, 0]) * heads.head_dim**-0.5
-        key = jnp.arange(scores.shape[-1])
-        seen = key < kv_lens[:, None]
-        if heads.sliding_window:
-            seen &= key >= kv_lens[:, None] - heads.sliding_window
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf))
-        out = jnp.einsum("skgt,stkh->skgh", weights.astype(q.dtype), tokens[:, :, :, 1])
-        return out.reshape(q.shape), pool
-
-    return attend
 
 
 def measure(load: Workload, attend: Callable | None = None) -> Timing:
@@ -134,7 +111,7 @@ def bench_decode(heads: Heads, page_size: int) -> None:
                 line = f"{num_rows:5}{context:9}{name:>9}{t.best:9.0f}{t.median:9.0f}{t.cpu:9.0f}"
                 line += f"{live / t.best / 1e3:7.1f}"
                 if _BASELINE.value:
-                    base = measure(load, gathered(heads))
+                    base = measure(load, gathered(load, backend()))
                     line += f"   gather {base.best:9.0f}{base.median:9.0f}{base.cpu:9.0f}"
                 print(line, flush=True)
 

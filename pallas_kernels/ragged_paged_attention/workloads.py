@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.devices import DeviceSpec
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.kv_layout import PoolLayout, pool_layout, pool_shape
 from pallas_kernels.ragged_paged_attention.api import attention_shape, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.config import AttentionShape, Config
+from pallas_kernels.ragged_paged_attention.kv_write import scatter
 from pallas_kernels.roofline import Work, attention_work
 
 
@@ -99,9 +99,6 @@ class Workload:
     def work(self, backend: Backend) -> Work:
         return attention_work(self.shape(backend), self.rows, self.heads.sliding_window)
 
-    def roofline_s(self, backend: Backend, spec: DeviceSpec) -> float:
-        return self.work(backend).seconds(spec)
-
 
 def decode(heads: Heads, num_rows: int, kv_len: int, page_size: int, **settings: Any) -> Workload:
     rows = ((kv_len, 1),) * num_rows
@@ -159,6 +156,28 @@ def attend_with(workload: Workload, backend: Backend, config: Config | None = No
             sliding_window=workload.heads.sliding_window, backend=backend,
             decode_only=workload.phase == "decode",
         )  # fmt: skip
+
+    return attend
+
+
+def gathered(workload: Workload, backend: Backend) -> Callable:
+    """The same for decode as one gather of all pages that a row may have, and a dense attention:
+    what following pages has to be better than."""
+    layout, heads = workload.layout(backend), workload.heads
+
+    def attend(q, k, v, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
+        del distribution
+        pool = scatter(layout.rows(k, v), pool, layer, kv_lens, page_indices, cu_q_lens)
+        kv = pool[layer, page_indices]
+        kv = kv.reshape(len(kv_lens), -1, heads.num_kv_heads, 2, heads.head_dim)
+        key = jnp.arange(kv.shape[1])
+        seen = key < kv_lens[:, None]
+        if heads.sliding_window:
+            seen &= key >= kv_lens[:, None] - heads.sliding_window
+        out = jax.nn.dot_product_attention(
+            q[:, None], kv[..., 0, :], kv[..., 1, :], mask=seen[:, None, None]
+        )
+        return out[:, 0], pool
 
     return attend
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Backend, backend_for
-from pallas_kernels.ragged_paged_attention.kv_write import scatter
 from pallas_kernels.ragged_paged_attention.workloads import (
     HEADS,
     Workload,
     attend_with,
     compile_layers,
     decode,
+    gathered,
     layers_for,
     make_step,
     measure,
@@ -87,7 +87,7 @@ def _paged_forms(steps: list[Workload], sizes: Sizes) -> Iterator[Form]:
         yield Form("xla", workload, Backend.XLA, 2, attend_with)
     for workload in steps:
         if workload.phase == "decode":
-            yield Form("gather", workload, Backend.XLA, 2, _gathered)
+            yield Form("gather", workload, Backend.XLA, 2, gathered)
 
 
 def _compile(form: Form) -> jax.stages.Compiled:
@@ -131,23 +131,6 @@ def _figures(workload: Workload, seconds: float, ceilings: dict[str, float]) -> 
     share = work.flops / seconds / ceilings["prefill"]
     tflop_per_s = work.flops / seconds / 1e12
     return {"us": us, "tflop_per_s": tflop_per_s, "share": share, "chunk": workload.num_tokens}
-
-
-def _gathered(workload: Workload, backend: Backend) -> Callable:
-    """Decode as one gather of all pages that a row may have, and a dense attention."""
-    layout = workload.layout(backend)
-
-    def attend(q, k, v, pool, layer, kv_lens, page_indices, cu_q_lens, distribution):
-        del distribution
-        pool = scatter(layout.rows(k, v), pool, layer, kv_lens, page_indices, cu_q_lens)
-        num_rows, heads = kv_lens.shape[0], workload.heads
-        kv = pool[layer, page_indices].reshape(num_rows, -1, heads.num_kv_heads, 2, heads.head_dim)
-        out = jax.nn.dot_product_attention(
-            q[:, None], kv[..., 0, :], kv[..., 1, :], key_value_seq_lengths=kv_lens
-        )
-        return out[:, 0], pool
-
-    return attend
 
 
 def _cudnn_s(workload: Workload, sizes: Sizes) -> float:
