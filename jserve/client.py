@@ -35,11 +35,12 @@ from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.openai_format import Endpoint, parse_body
 from jserve.sampling_params import SamplingParams
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from jserve.server.wire import answer_from_proto, request_to_proto, update_from_proto
 
 DEADLINE_MARGIN_S = 5.0  # the server ends the request first, with its reason; this is the backstop
 _HEALTH_RETRY_S = 0.1
+_SERVICES = pb.DESCRIPTOR.services_by_name
 
 # Flags that are fields of an OpenAI body.
 _BODY_FLAGS = (
@@ -65,8 +66,8 @@ class GenerateClient:
         access = access or Access()
         self._channel = access.open_channel(target)
         self._metadata = access.metadata
-        self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._cache = generate_pb2_grpc.CacheServiceStub(self._channel)
+        self._stub = stub_of(self._channel, _SERVICES["GenerateService"])
+        self._cache = stub_of(self._channel, _SERVICES["CacheService"])
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> GenerateClient:

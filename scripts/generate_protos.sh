@@ -11,4 +11,4 @@ trap 'rm -rf "$env"' EXIT
 "${PYTHON:-python3}" -m venv "$env"
 "$env/bin/pip" install --quiet "$generator" "setuptools<81"
 "$env/bin/python" -m grpc_tools.protoc --proto_path=. \
-  --python_out=. --pyi_out=. --grpc_python_out=. jserve/server/proto/*.proto
+  --python_out=. --pyi_out=. jserve/server/proto/*.proto

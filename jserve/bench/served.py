@@ -4,7 +4,6 @@ its log says: not what it is asked."""
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from jserve.errors import EngineDead
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 600.0  # a first start compiles every step
 STOP_S = 120.0  # then it is killed
-_COMMAND = (sys.executable, "-c", "from jserve.server.main import run; run()")
+_SERVE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jserve.server.main import run; run()"
 _READY = re.compile(r"\] ready: .* on (\S+:\d+),")
 _URL = re.compile(r"HTTP answers on (\S+)")
 _RECORD = re.compile(r"^(?=[A-Z]\d{4} )", re.MULTILINE)  # a log's record, of one line or more
@@ -48,9 +47,7 @@ async def served(*flags: str) -> AsyncIterator[Served]:
         log = Path(folder) / "log"
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
-                *(*_COMMAND, "--port=0", "--http_port=0", *flags),
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stderr=file,
+                *(sys.executable, "-c", _SERVE, "--port=0", "--http_port=0", *flags), stderr=file
             )
         server = None
         try:

@@ -1,5 +1,5 @@
-"""What all gRPC services share: registration by descriptor, and how calls fail. Knows messages and
-statuses: no engine."""
+"""What all gRPC services share: registration and calls by descriptor, and how calls fail. Knows
+messages and statuses: no engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import grpc
@@ -73,6 +74,19 @@ def _handler(method: MethodDescriptor, answer: Callable[..., Any]) -> grpc.RpcMe
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(written, response_serializer=serializer)
     return grpc.unary_unary_rpc_method_handler(unary, response_serializer=serializer)
+
+
+def stub_of(channel: grpc.aio.Channel, service: ServiceDescriptor) -> SimpleNamespace:
+    """Returns the calls of a service by name: each takes a message, timeout and metadata."""
+    calls = {}
+    for method in service.methods:
+        call = channel.unary_stream if method.server_streaming else channel.unary_unary
+        calls[method.name] = call(
+            f"/{service.full_name}/{method.name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+    return SimpleNamespace(**calls)
 
 
 def with_call_deadline(request: GenerateRequest, context: Context) -> GenerateRequest:

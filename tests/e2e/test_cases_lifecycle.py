@@ -11,8 +11,9 @@ import pytest
 from jserve.client import GenerateClient
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
+from jserve.server.grpc_service import GENERATE_SERVICE
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from tests.e2e.real_engine import (
     PAGE,
     SLOTS,
@@ -67,7 +68,7 @@ async def test_O48_a_client_that_disconnects_stops_its_generation(streaming):
     )
     async with serving_real(engine) as s:
         async with grpc.aio.insecure_channel(s.target) as channel:
-            stub = generate_pb2_grpc.GenerateServiceStub(channel)
+            stub = stub_of(channel, GENERATE_SERVICE)
             if streaming:
                 call = stub.GenerateStream(message)
                 for _ in range(3):

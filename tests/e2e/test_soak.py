@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from jserve.bench.served import served
 from jserve.bench.soak import Soak
+from jserve.errors import EngineDead
 from tests.e2e.real_engine import arranged, serving_real, value
 
 
@@ -17,3 +21,9 @@ async def test_requests_that_are_read_left_late_and_wrong_leave_nothing_behind()
         assert sum(client.outcomes.values()) == 300
         assert not served.engine._streams, "requests without readers"
     assert value(engine, "step_failures_total") == 0
+
+
+async def test_a_server_that_cannot_start_says_why():
+    with pytest.raises(EngineDead, match="max_num_seqs=0 must be at least 1"):
+        async with served("--max_num_seqs=0"):
+            pass

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -16,11 +17,11 @@ from jserve.client import GenerateClient
 from jserve.config import ServerSettings
 from jserve.server.caller import Gate
 from jserve.server.front import Front
-from jserve.server.grpc_service import ENGINE_SERVICES, create_server
+from jserve.server.grpc_service import ENGINE_SERVICES, GENERATE_SERVICE, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from jserve.server.tls import TlsFiles
 from tests.server.fake_engine import FakeEngine
 
@@ -38,8 +39,8 @@ class Served:
     http: str = ""  # the HTTP server's URL, where one was asked for
 
     @property
-    def stub(self) -> generate_pb2_grpc.GenerateServiceStub:
-        return generate_pb2_grpc.GenerateServiceStub(self.channel)
+    def stub(self) -> SimpleNamespace:
+        return stub_of(self.channel, GENERATE_SERVICE)
 
     @property
     def health_stub(self) -> health_pb2_grpc.HealthStub:

@@ -20,12 +20,12 @@ from jserve.server.access_log import AccessLog
 from jserve.server.call_logs import CallLogs
 from jserve.server.caller import Caller, Gate
 from jserve.server.front import Call, Front
-from jserve.server.grpc_service import SERVICE, create_server
+from jserve.server.grpc_service import GENERATE_SERVICE, SERVICE, create_server
 from jserve.server.health import EngineHealth
 from jserve.server.http_api import make_app
 from jserve.server.http_server import HttpServer
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from tests.server.fake_engine import FakeEngine
 
 SECRET = "kumquat marmalade"
@@ -145,7 +145,7 @@ async def both_servers(path: Path, gate: Gate | None = None):
 async def test_calls_that_never_become_requests_are_logged_once_too(tmp_path):
     path = tmp_path / "access.log"
     async with both_servers(path) as (channel, url):
-        stub = generate_pb2_grpc.GenerateServiceStub(channel)
+        stub = stub_of(channel, GENERATE_SERVICE)
         garbage = channel.unary_unary(f"/{SERVICE}/Generate")
         with pytest.raises(grpc.aio.AioRpcError):
             await garbage(b"\xff" + SECRET.encode())

@@ -12,9 +12,9 @@ from jserve.engine.kv_events import Cleared, KvEventBatch, Removed, Stored
 from jserve.errors import JserveError
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
-from jserve.server.cache_service import CACHE_SERVICE, batch_to_proto
+from jserve.server.cache_service import CACHE_SERVICE, KV_SERVICE, batch_to_proto
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from tests.e2e.real_engine import arranged, prompt_of, serving_real
 from tests.server.conftest import TIMEOUT_S, serving, until
 from tests.server.fake_engine import FakeEngine
@@ -26,7 +26,7 @@ BATCHES = [
 
 
 def events_of(channel: grpc.aio.Channel):
-    return generate_pb2_grpc.CacheServiceStub(channel).KvEvents(pb.KvEventsRequest())
+    return stub_of(channel, KV_SERVICE).KvEvents(pb.KvEventsRequest())
 
 
 def held_by(messages, held: dict[bytes, tuple[bytes, tuple[int, ...]]]) -> None:

@@ -13,8 +13,7 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.server.front import Front
 from jserve.server.grpc_service import GENERATE_SERVICE, GenerateService
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
-from jserve.server.rpc import add_service
+from jserve.server.rpc import add_service, stub_of
 from tests.e2e.real_engine import PAGE, arranged, prompt_of
 from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngine
@@ -56,7 +55,7 @@ async def ask(
     )
     message = message or pb.GenerateRequest(prompt="x", tenant="bob")
     async with grpc.aio.secure_channel(target, credentials) as channel:
-        stub = generate_pb2_grpc.GenerateServiceStub(channel)
+        stub = stub_of(channel, GENERATE_SERVICE)
         return await stub.Generate(message, metadata=CLAIM, timeout=20)
 
 

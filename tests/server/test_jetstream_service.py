@@ -5,16 +5,17 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from jserve.server.jetstream_service import ORCHESTRATOR
 from jserve.server.proto import jetstream_pb2 as pb
-from jserve.server.proto import jetstream_pb2_grpc
+from jserve.server.rpc import stub_of
 from tests.e2e.real_engine import arranged, generate, prompt_of, serving_real, tokens_of
 from tests.server.conftest import TIMEOUT_S, serving
 from tests.server.fake_engine import text_of
 from tests.server.test_grpc_service import status_of
 
 
-def stub_of(served) -> jetstream_pb2_grpc.OrchestratorStub:
-    return jetstream_pb2_grpc.OrchestratorStub(served.channel)
+def orchestrator(served):
+    return stub_of(served.channel, ORCHESTRATOR)
 
 
 def test_the_bytes_are_those_of_jetstreams_own_clients():
@@ -40,7 +41,7 @@ def test_the_bytes_are_those_of_jetstreams_own_clients():
 
 async def test_decode_streams_text_and_tokens_until_the_limit(served):
     asked = pb.DecodeRequest(text_content=pb.DecodeRequest.TextContent(text="hi"), max_tokens=3)
-    got = [m.stream_content.samples async for m in stub_of(served).Decode(asked)]
+    got = [m.stream_content.samples async for m in orchestrator(served).Decode(asked)]
     assert [[(s.text, list(s.token_ids)) for s in samples] for samples in got] == [
         [(text_of(token), [token])] for token in range(3)
     ]
@@ -50,7 +51,7 @@ async def test_samples_keep_their_places(served):
     content = pb.DecodeRequest.TokenContent(token_ids=[1, 2])
     asked = pb.DecodeRequest(token_content=content, max_tokens=2, num_samples=2)
     tokens: list[list[int]] = [[], []]
-    async for message in stub_of(served).Decode(asked):
+    async for message in orchestrator(served).Decode(asked):
         for index, sample in enumerate(message.stream_content.samples):
             tokens[index] += sample.token_ids
     assert tokens == [[0, 1], [100, 101]]
@@ -59,7 +60,7 @@ async def test_samples_keep_their_places(served):
 async def test_one_sample_is_greedy_on_the_real_engine():
     async with serving_real(arranged()) as s:
         content = pb.DecodeRequest.TokenContent(token_ids=prompt_of(9))
-        call = stub_of(s).Decode(pb.DecodeRequest(token_content=content, max_tokens=8))
+        call = orchestrator(s).Decode(pb.DecodeRequest(token_content=content, max_tokens=8))
         got = [i async for m in call for i in m.stream_content.samples[0].token_ids]
     assert [got] == tokens_of(generate(arranged(), [prompt_of(9)]))
 
@@ -68,12 +69,12 @@ async def test_one_sample_is_greedy_on_the_real_engine():
     "asked", [pb.DecodeRequest(), pb.DecodeRequest(max_tokens=-1, token_content={"token_ids": [1]})]
 )
 async def test_o91_what_cannot_be_served_is_an_invalid_argument(served, asked):
-    status = await status_of(stub_of(served).Decode(asked, timeout=TIMEOUT_S).read())
+    status = await status_of(orchestrator(served).Decode(asked, timeout=TIMEOUT_S).read())
     assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_o90_health_is_the_engines():
     async with serving(loaded=False) as s:
-        assert not (await stub_of(s).HealthCheck(pb.HealthCheckRequest())).is_live
+        assert not (await orchestrator(s).HealthCheck(pb.HealthCheckRequest())).is_live
         s.front.open(s.engine)
-        assert (await stub_of(s).HealthCheck(pb.HealthCheckRequest())).is_live
+        assert (await orchestrator(s).HealthCheck(pb.HealthCheckRequest())).is_live

@@ -23,8 +23,9 @@ from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
 from jserve.server import security, watch
 from jserve.server.api_keys import add_entry, digest_of, new_key
+from jserve.server.cache_service import KV_SERVICE
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.proto import generate_pb2_grpc
+from jserve.server.rpc import stub_of
 from jserve.server.security import KeyGate
 from tests.server.conftest import TIMEOUT_S, Served, serving, until
 from tests.server.fake_engine import FakeEngine
@@ -132,7 +133,7 @@ async def test_an_unknown_callers_message_is_not_read(keys: Keys):
 async def test_what_shows_all_callers_is_for_administrators_over_grpc(keys: Keys):
     alice = keys.add("alice")
     async with serving(gate=keys.gate(), enable_cache_service=True) as s:
-        cache = generate_pb2_grpc.CacheServiceStub(s.channel)
+        cache = stub_of(s.channel, KV_SERVICE)
 
         def reset(key: str) -> grpc.aio.UnaryUnaryCall:
             return cache.ResetPrefixCache(
