@@ -39,6 +39,8 @@ def grammar_source(spec: StructuredOutput, tokenizer: Tokenizer) -> str:
         return _source(spec, tokenizer)
     except UnicodeError as error:
         raise InvalidRequest(f"{spec.kind} is not valid Unicode: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{spec.kind} nests too deeply; use a simpler one") from error
 
 
 def _source(spec: StructuredOutput, tokenizer: Tokenizer) -> str:

@@ -15,6 +15,15 @@ from decimal import Decimal
 from typing import Any
 
 from jserve.errors import InvalidRequest
+from jserve.text.json_schema_keywords import (
+    DRAFTS,
+    KNOWN,
+    LATEST_DRAFT,
+    OF_SCHEMAS,
+    OF_SCHEMAS_BY_NAME,
+    REWRITTEN,
+)
+from jserve.text.json_schema_rewrites import rewritten
 
 MAX_NESTING = 100  # levels of JSON; the compiler's own parser ends at 127
 MAX_PATTERN_CHARS = 4096  # compile time grows with the square: 0.4 s for the worst of this length
@@ -22,32 +31,6 @@ MAX_MULTIPLE_OF = 100_000  # an automaton with as many states
 
 MAX_PLACE_CHARS = 200
 
-OF_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-OF_SCHEMAS = frozenset(
-    {"anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties"}
-)
-OF_VALUES = frozenset(
-    {
-        *("$ref", "const", "enum", "type", "format", "pattern", "required"),
-        *("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    }
-)
-ANNOTATIONS = frozenset(
-    {
-        *("$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples"),
-        *("readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding"),
-        "discriminator",  # OpenAPI: a hint which branch of oneOf applies
-    }
-)
-KNOWN = OF_SCHEMAS_BY_NAME | OF_SCHEMAS | OF_VALUES | ANNOTATIONS
-LATEST_DRAFT = "https://json-schema.org/draft/2020-12/schema"
-DRAFTS = frozenset(
-    {
-        *(LATEST_DRAFT, "https://json-schema.org/draft/2019-09/schema"),
-        *("http://json-schema.org/draft-07/schema", "http://json-schema.org/draft-06/schema"),
-    }
-)
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -73,7 +56,7 @@ def parse_json(name: str, text: str) -> Any:
 
 
 def check_schema(name: str, schema: Any) -> dict[str, Any]:
-    """Returns `schema` where each of its keywords can be kept, or only describes.
+    """Returns `schema`, written in keywords that can be kept or only describe.
 
     Raises:
       InvalidRequest: naming the keyword and its place (as a JSON pointer).
@@ -85,6 +68,7 @@ def check_schema(name: str, schema: Any) -> dict[str, Any]:
     draft = str(schema.get("$schema", LATEST_DRAFT)).rstrip("#")
     if draft not in DRAFTS:
         raise InvalidRequest(f"{name}: $schema={draft!r} is not supported; use draft 6 or later")
+    schema = rewritten(schema, ref_stands_alone=draft.startswith("http:"))
     pattern_chars, multiple = 0, 1
     waiting: list[tuple[str, Any]] = [("#", schema)]
     while waiting:
@@ -140,7 +124,8 @@ def _check_keywords(where: str, node: dict[str, Any], draft: str, is_root: bool)
         if keyword == "x-guidance" or not (keyword in KNOWN or keyword.startswith("x-")):
             raise InvalidRequest(
                 f"{where}: keyword {keyword[:MAX_PLACE_CHARS]!r} is not supported; "
-                f"supported: {', '.join(sorted(KNOWN))}"
+                f"supported: {', '.join(sorted(KNOWN))}; and some forms of "
+                f"{', '.join(sorted(REWRITTEN))}"
             )
     if "$schema" in node and not is_root:
         raise InvalidRequest(f"{where}: $schema is supported at the root only")

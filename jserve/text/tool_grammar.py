@@ -11,12 +11,8 @@ from typing import Any
 from jserve.errors import InvalidRequest
 from jserve.structured import GrammarKind, StructuredOutput
 from jserve.text.grammar_source import MAX_LARK_CHARS
-from jserve.text.json_schema_rules import (
-    ANNOTATIONS,
-    OF_SCHEMAS,
-    OF_SCHEMAS_BY_NAME,
-    check_schema,
-)
+from jserve.text.json_schema_keywords import ANNOTATIONS, OF_SCHEMAS, OF_SCHEMAS_BY_NAME
+from jserve.text.json_schema_rules import check_schema
 from jserve.text.output_formats import MARKERS, OutputFormats, ToolCallFormat
 from jserve.text.tools import Tool, forced_tools
 
@@ -164,7 +160,7 @@ class _Rules:
         if not schema:
             return '"{}"'
         if function.get("strict"):
-            check_schema(f"tools: {function['name']}.parameters", schema)
+            schema = check_schema(f"tools: {function['name']}.parameters", schema)
         options = {**_LIKE_TEMPLATES, "lenient": True}
         schema = {"type": "object", **_undescribed(schema), "x-guidance": options}
         return self.add(f"arguments_{index}", f"%json {json.dumps(schema)}")

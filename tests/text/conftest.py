@@ -23,6 +23,12 @@ def text_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def json_schema_suite() -> list[list[Any]]:
+    """[description, drafts, schema, values that fit, values that do not] of a public suite."""
+    return json.loads((DATA / "json_schema_suite.json").read_text())["schemas"]
+
+
+@pytest.fixture(scope="session")
 def expected() -> dict[str, Any]:
     return json.loads((DATA / "expected_ids.json").read_text("utf-8"))
 

@@ -183,16 +183,24 @@ def test_a_free_choice_needs_no_grammar(tools, choice):
         (TOOLS, "required", OutputFormats(), "writes tool calls in a known form"),
         (STRICT, "auto", OutputFormats(), "writes tool calls in a known form"),
         (
-            [function("f", {"unevaluatedProperties": False}, strict=True)],
+            [function("f", {"not": {"pattern": "a"}}, strict=True)],
             "auto",
             OutputFormats(HERMES),
-            "unevaluatedProperties",
+            "'not'",
         ),
     ],
 )
 def test_a_choice_that_cannot_be_kept_is_refused(tools, choice, formats, fault):
     with pytest.raises(InvalidRequest, match=fault):
         tool_grammar(tools, choice, formats)
+
+
+def test_a_strict_functions_schema_is_kept_where_it_is_written_in_other_words(judge):
+    schema = SCHEMA | {"not": {"required": ["n"]}}
+    tools = [function("f", schema, strict=True)]
+    text = CALLS[HERMES]
+    assert judge([function("f", SCHEMA, strict=True)], "auto", HERMES, text)
+    assert not judge(tools, "auto", HERMES, text)
 
 
 def test_words_of_a_schema_that_are_unknown_are_passed_over_unless_strict(judge):
