@@ -6,6 +6,7 @@ import json
 import os
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,7 +16,7 @@ from jserve.config import EngineConfig, ModelSettings, ServerSettings, scheduler
 from jserve.errors import ConfigError
 from jserve.llm import engine_config
 from jserve.messages import GenerateRequest
-from jserve.runner.platform import set_compiler_flags
+from jserve.runner.platform import compiler_options, set_compiler_flags
 from pallas_kernels.ragged_paged_attention import reference
 from scheduler.config import RequestClass
 from tests.e2e.real_engine import SETTINGS, model
@@ -51,6 +52,13 @@ def test_compiler_flags_are_added_once_and_never_override(monkeypatch):
         set_compiler_flags()
         assert read_flags() == [f"{LIBTPU_FLAG}=true"]
     assert read_flags() == ["--other=1", f"{LIBTPU_FLAG}=false"]
+
+
+def test_only_a_gpu_is_told_not_to_compute_anew_and_xla_knows_the_option():
+    assert compiler_options("cpu") == compiler_options("tpu") == {}
+    told = compiler_options("gpu")
+    assert "rematerialization" in told.values()
+    assert jax.jit(lambda x: x + 1).lower(0).compile(told)(1) == 2
 
 
 def read_flags() -> list[str]:

@@ -16,7 +16,9 @@ from accelerators.hlo import (
     conditionals,
     copies,
     host_transfers,
+    products,
     ptxas_reports,
+    wider,
 )
 from accelerators.hlo import wgmma_counts as wgmma
 from accelerators.workers import run_all
@@ -115,6 +117,45 @@ def test_collectives_are_counted_by_size_and_asynchronous_ones_once():
         ("all-reduce", 4096 * 64): 2,
         ("all-gather", 64 * 128256): 1,
     }
+
+
+SCALED = fusion(
+    "%a = s8[4096,1024]{1,0} parameter(0)",
+    "%b = bf16[4096,1024]{1,0} convert(%a)",
+    "ROOT %c = bf16[4096,1024]{1,0} multiply(%b, %b)",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_wider"),
+    [
+        (IN_PLACE, True),  # of SCALED: more than a move, so `copies` does not find it
+        ("%c.1 = s32[4096,1024]{1,0:T(8,128)} convert(%w.1)", True),
+        ("%c.1 = bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)} convert(%w.1)", False),  # into VMEM
+        ("%c.1 = s8[1024,4096]{1,0:T(8,128)(4,1)} copy(%w.1)", False),
+        ("%c.1 = s32[4096,64]{1,0} dot(%w.1, %x)", False),
+    ],
+)
+def test_a_weight_that_is_made_wider_in_memory_is_found(line, is_wider):
+    fused = SCALED if line is IN_PLACE else ""
+    text = f"{fused}\nENTRY %main.1 (w.1: s8[4096,1024]) -> s32[4096,64] {{\n  {line}\n}}\n"
+    assert [found.split(" ")[0] for found in wider(text, {WEIGHT})] == [line[1:4]] * is_wider
+
+
+def test_products_are_counted_by_what_they_multiply_wherever_they_stand():
+    fused = """%fused.1 (v: s8[4096,1024], x: s8[1024,64]) -> s32[4096,64] {
+  %v = s8[4096,1024]{1,0} parameter(0)
+  %x = s8[1024,64]{1,0} parameter(1)
+  ROOT %d.1 = s32[4096,64]{1,0:T(8,128)} convolution(%v, %x), dim_labels=bf_io->bf
+}
+"""
+    text = module(
+        """  %h.1 = bf16[1024,64]{1,0} parameter(2)
+  %d.2 = f32[4096,64]{1,0} dot(%w.1, %h.1), lhs_contracting_dims={1}
+  %d.3 = f32[4096,64]{1,0} dot(%w.1, %h.1), lhs_contracting_dims={1}""",
+        fused,
+    )
+    assert products(text) == {"s8 s8 s32": 1, "bf16 bf16 f32": 2}
 
 
 def test_conditionals_inside_a_branch_are_told_from_those_that_are_always_met():

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from jserve.models.decoder import head_of
 from jserve.runner.mesh import replicated
+from jserve.runner.platform import compiler_options
 from jserve.runner.step import (
     SCORED_TOKENS,
     StepOptions,
@@ -83,10 +84,11 @@ def compile_steps(
     """Returns the programs of all buckets. Logs each with its temporary bytes and seconds."""
     begin = time.perf_counter()
     traces = step_traces(options, buckets, jax.tree.map(_abstract, params), state)
+    told = compiler_options(options.mesh.devices.flat[0].platform)
 
     def compile_one(name: str) -> jax.stages.Compiled:
         start = time.perf_counter()
-        compiled = traces[name]().lower().compile()
+        compiled = traces[name]().lower().compile(told)
         memory = compiled.memory_analysis()
         temp_bytes = memory.temp_size_in_bytes if memory else 0
         seconds = time.perf_counter() - start

@@ -15,13 +15,16 @@ _MOVES = {
 }
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "copy-done"}
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+_PRODUCTS = ("dot", "convolution")
+_8_BITS = ("s8", "u8")
 _HOST = {"send", "recv", "infeed", "outfeed"}
 _HOST_MEMORY = "S(5)"
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"[})\]] ([a-z][\w\-]*)\(")
-_SHAPE = re.compile(r"\b[a-z]\w*\[([\d,]*)\](\{[^}]*\})?")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_OPERANDS = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
@@ -31,23 +34,33 @@ class Instruction(NamedTuple):
     opcode: str
     result: str  # its type as written
     calls: str | None  # the computation of a fusion
+    operands: tuple[str, ...]
 
     @property
     def num_elements(self) -> int:
         """Of its largest array."""
-        return max((size for size, _ in self._arrays()), default=0)
+        return max((size for _, size, _ in self._arrays()), default=0)
+
+    @property
+    def dtype(self) -> str:
+        """Of its first array."""
+        return next((dtype for dtype, _, _ in self._arrays()), "")
 
     @property
     def num_elements_in_hbm(self) -> int:
         """Of its largest array outside a TPU's VMEM, where weights are prefetched to."""
-        return max((size for size, layout in self._arrays() if "S(1)" not in layout), default=0)
+        return max((size for _, size in self.arrays_in_hbm()), default=0)
 
-    def _arrays(self) -> Iterator[tuple[int, str]]:
+    def arrays_in_hbm(self) -> Iterator[tuple[str, int]]:
+        """Yields their dtypes and elements."""
+        return ((dtype, size) for dtype, size, layout in self._arrays() if "S(1)" not in layout)
+
+    def _arrays(self) -> Iterator[tuple[str, int, str]]:
         arrays = _SHAPE.findall(self.result)
         if self.opcode == "copy-start":  # (target, source, context)
             arrays = arrays[:1]
-        for dims, layout in arrays:
-            yield math.prod(int(d) for d in dims.split(",") if d), layout
+        for dtype, dims, layout in arrays:
+            yield dtype, math.prod(int(d) for d in dims.split(",") if d), layout
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -63,8 +76,11 @@ def instructions(text: str) -> Iterator[Instruction]:
         opcode = _OPCODE.search(rest)
         if opcode:
             calls = _CALLS.search(rest)
+            operands = _OPERANDS.findall(rest[opcode.end() :].split(")", 1)[0])
             yield Instruction(
-                computation, name, opcode[1], rest[: opcode.start() + 1], calls and calls[1]
+                *(computation, name, opcode[1], rest[: opcode.start() + 1]),
+                calls and calls[1],
+                tuple(operands),
             )
 
 
@@ -75,10 +91,7 @@ def copies(text: str, sizes: Collection[int]) -> list[str]:
     A fusion counts if all it does is move. What a fusion holds inside is no array, so that a slice
     that a product reads in place is none of these.
     """
-    computations: dict[str, list[Instruction]] = {}
-    for instruction in instructions(text):
-        computations.setdefault(instruction.computation, []).append(instruction)
-    fused = {i.calls for body in computations.values() for i in body if i.opcode == "fusion"}
+    computations, fused = _computations(text)
 
     def moves(instruction: Instruction) -> bool:
         if instruction.opcode == "fusion":
@@ -94,6 +107,40 @@ def copies(text: str, sizes: Collection[int]) -> list[str]:
         for i in body
         if i.num_elements_in_hbm in sizes and moves(i)
     ]
+
+
+def _computations(text: str) -> tuple[dict[str, list[Instruction]], set[str | None]]:
+    """Returns the instructions of each computation, and the names of those that a fusion calls."""
+    computations: dict[str, list[Instruction]] = {}
+    for instruction in instructions(text):
+        computations.setdefault(instruction.computation, []).append(instruction)
+    fused = {i.calls for body in computations.values() for i in body if i.opcode == "fusion"}
+    return computations, fused
+
+
+def wider(text: str, sizes: Collection[int]) -> list[str]:
+    """Returns the instructions that give an array in HBM of as many elements as one of `sizes` and
+    of more than 8 bits each, as weights in int8 would be that are made wider before a product."""
+    computations, fused = _computations(text)
+    return [
+        f"{i.name} = {i.result} {i.opcode}"
+        for name, body in computations.items()
+        if name not in fused
+        for i in body
+        if any(size in sizes and dtype not in _8_BITS for dtype, size in i.arrays_in_hbm())
+    ]
+
+
+def products(text: str) -> Counter[str]:
+    """Returns how often there is a matmul of which dtypes, as "s8 s8 s32"; in a loop's body once. A
+    TPU's are convolutions. Those of Pallas kernels are not in the text."""
+    body = list(instructions(text))
+    dtypes = {i.name: i.dtype for i in body}
+    return Counter(
+        " ".join([*(dtypes[name] for name in i.operands), i.dtype])
+        for i in body
+        if i.opcode in _PRODUCTS
+    )
 
 
 def collectives(text: str) -> Counter[tuple[str, int]]:

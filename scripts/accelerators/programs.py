@@ -17,6 +17,8 @@ from accelerators.targets import Target
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.sharding import Mesh
 
+from jserve.runner.platform import compiler_options
+
 WITHOUT_PRODUCTS = ("decode_attention_join",)  # Mosaic GPU kernels that only add
 
 
@@ -75,7 +77,8 @@ def compiled(target: Target, mesh: Mesh, trace) -> Program:
         shared_memory() as sizes,
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
-        program = trace().lower(lowering_platforms=(target.platform,)).compile()
+        lowered = trace().lower(lowering_platforms=(target.platform,))
+        program = lowered.compile(compiler_options(target.platform))
     seconds = time.perf_counter() - begin
     jax.clear_caches()  # or an equal kernel of the next case would not be lowered, and say nothing
     return Program(program.as_text(), program.memory_analysis(), output[0], max(sizes), seconds)

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 from accelerators.cases import GIB, MIB, Case, Found
-from accelerators.hlo import collectives, conditionals
+from accelerators.hlo import collectives, conditionals, products, wider
 from accelerators.models import (
     DTYPE,
+    EIGHT_BITS,
     MAX_MODEL_LEN,
     MODELS,
     NUM_ROWS,
+    Bits,
     abstract_params,
     abstract_state,
     config_of,
@@ -48,6 +50,9 @@ SMALLEST_WEIGHT = MIB // 2  # elements; smaller ones are of no account
 
 QUICK_SAMPLERS = "v5e/llama3-8b/tp4", "7x/qwen3-32b/tp8", "H200/llama3-8b/tp1", "H200/qwen3-32b/tp8"
 QUICK_STEPS = *QUICK_SAMPLERS, "v6e/llama3-8b/tp1", "v5p/gemma3-27b/tp4"
+EIGHT_BIT_TARGETS, EIGHT_BIT_SIZES = ("v5e", "v6e", "H200"), (1, 4)
+QUICK_EIGHT_BITS = "v5e/llama3-8b-w8a8-int8-pages/tp4", "H200/llama3-8b-w8a8-fp8-pages/tp1"
+MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 class Engine(NamedTuple):
@@ -58,10 +63,15 @@ class Engine(NamedTuple):
     layout: HeadLayout
     params: Any
     state: StepState
+    bits: Bits
 
     @property
     def num_devices(self) -> int:
         return self.options.mesh.size
+
+    @property
+    def is_w8a8(self) -> bool:
+        return self.bits.quantization == "w8a8"
 
     @property
     def head(self) -> dict[str, Any]:
@@ -69,30 +79,41 @@ class Engine(NamedTuple):
 
 
 def step_cases() -> list[Case]:
-    """The programs of every model and group size on every target whose memory holds the weights."""
-    programs = {name: partial(_forward, bucket=bucket) for name, bucket in BUCKETS.items()}
-    programs |= {"choose": _choose, "score": _score, "remember": _remember, "row_sums": _row_sums}
+    """The programs of every model and group size on every target whose memory holds the weights,
+    and those that differ where one model has weights or pages of 8 bits."""
+    forward = {name: partial(_forward, bucket=bucket) for name, bucket in BUCKETS.items()}
+    rate = {"choose": _choose, "score": _score}
+    programs = forward | rate | {"remember": _remember, "row_sums": _row_sums}
     cases = []
     for target in TARGETS.values():
-        for model, size in _sizes_that_fit(target):
-            name = f"{target.name}/{model}/tp{size}"
-            for what, judge in programs.items():
-                is_step = what in BUCKETS
-                kind, quick = ("step", QUICK_STEPS) if is_step else ("sampler", QUICK_SAMPLERS)
-                run = partial(_run, judge, target, model, size)
-                is_quick = name in quick and judge is not _row_sums  # as simple as they are
-                cases.append(Case(f"{kind}/{name}/{what}", run, is_quick, limit_s=240))
+        for model in MODELS:
+            cases += _cases(target, model, SIZES, Bits(), model, programs)
+    for target in map(TARGETS.__getitem__, EIGHT_BIT_TARGETS):
+        for name, bits in EIGHT_BITS.items():
+            programs = forward | rate if name == "w8a8" else forward
+            cases += _cases(
+                target, "llama3-8b", EIGHT_BIT_SIZES, bits, f"llama3-8b-{name}", programs
+            )
     return cases
 
 
-def _sizes_that_fit(target: Target) -> Iterator[tuple[str, int]]:
-    for model in MODELS:
-        for size in SIZES:
-            if pool_budget(target, config_of(model), size) > target.spec.hbm_bytes / 20:
-                yield model, size
+def _cases(
+    target: Target, model: str, sizes: tuple[int, ...], bits: Bits, called: str, programs
+) -> Iterator[Case]:
+    for size in sizes:
+        if pool_budget(target, config_of(model), size, bits) <= target.spec.hbm_bytes / 20:
+            continue
+        name = f"{target.name}/{called}/tp{size}"
+        for what, judge in programs.items():
+            is_step = what in BUCKETS
+            kind, quick = ("step", QUICK_STEPS) if is_step else ("sampler", QUICK_SAMPLERS)
+            is_quick = name in quick and judge is not _row_sums  # as simple as they are
+            is_quick |= name in QUICK_EIGHT_BITS and what == "decode"
+            run = partial(_run, judge, target, model, size, bits)
+            yield Case(f"{kind}/{name}/{what}", run, is_quick, limit_s=240)
 
 
-def _run(judge, target: Target, name: str, size: int) -> Found:
+def _run(judge, target: Target, name: str, size: int, bits: Bits) -> Found:
     model = config_of(name)
     layout = head_layout(model, size)
     mesh = mesh_of(target, size)
@@ -103,20 +124,30 @@ def _run(judge, target: Target, name: str, size: int) -> Found:
         max_tokens=max(bucket.num_tokens for bucket in BUCKETS.values()),
         dtype=DTYPE,
     )
-    params = abstract_params(model, layout, mesh, stacked=loop == "scanned")
-    state = abstract_state(target, options, layout, page_size)
-    return judge(Engine(target, options, layout, params, state))
+    params = abstract_params(model, layout, mesh, loop == "scanned", bits)
+    state = abstract_state(target, options, layout, page_size, bits)
+    return judge(Engine(target, options, layout, params, state, bits))
 
 
 def _judged(engine: Engine, trace, alias_bytes: int, sizes: set[int], temp_bytes: int, *passed):
     """Returns the compiled program and its figures. It may copy no weight and nothing of `sizes`
     elements; besides what it is `passed`, the rest of the engine's arrays fill the devices."""
-    for _, num_elements, count in weights_of(engine.options.model, engine.layout):
-        if num_elements >= SMALLEST_WEIGHT:
-            sizes |= {num_elements, num_elements * count}
+    weights = {
+        size
+        for _, num_elements, count in weights_of(engine.options.model, engine.layout)
+        if num_elements >= SMALLEST_WEIGHT
+        for size in (num_elements, num_elements * count)
+    }
+    sizes |= weights
     program = compiled(engine.target, engine.options.mesh, trace)
     rest = _bytes_of((engine.params, engine.state)) - _bytes_of(passed)
-    return program, judged(engine.target, program, alias_bytes, sizes, temp_bytes, rest)
+    found = judged(engine.target, program, alias_bytes, sizes, temp_bytes, rest)
+    if engine.is_w8a8:
+        made_wider = wider(program.text, weights)
+        found.expect(not made_wider, f"makes weights wider: {'; '.join(made_wider[:3])}")
+        kinds = set(products(program.text))
+        found.expect(kinds <= {"s8 s8 s32"}, f"multiplies {kinds}, not int8 alone")
+    return program, found
 
 
 def _bytes_of(tree: Any) -> int:
@@ -130,7 +161,7 @@ def _forward(engine: Engine, bucket: Bucket) -> Found:
     model, pool = engine.options.model, engine.state.kv_pool
     activations = bucket.num_tokens * (model.intermediate_size * 2 + model.hidden_size * 4)
     pool_bytes = _bytes_of(pool)
-    pool_size = pool_bytes // DTYPE.itemsize
+    pool_size = pool_bytes // pool.dtype.itemsize
     program, found = _judged(
         engine,
         lambda: trace_forward(engine.options, bucket, engine.params, engine.state),
@@ -140,12 +171,23 @@ def _forward(engine: Engine, bucket: Bucket) -> Found:
         4 * activations + 16 * MIB,
         *(engine.params, pool, engine.state.sampler.last_tokens),
     )
+    times = 1 if engine.options.loop == "scanned" else model.num_layers
+    count, most = sum(products(program.text).values()), len(MATRICES) * times
+    found.figures |= {"products": count}
+    found.expect(count == most, f"has {count} products, not {most}")
     # Two sums over the devices in each layer, of the residual stream's size, and one for the split
     # embedding.
+    num_numbers = model.hidden_size * bucket.num_tokens
     counts = collectives(program.text)
-    sums = counts.pop(("all-reduce", model.hidden_size * bucket.num_tokens), 0)
-    times = 1 if engine.options.loop == "scanned" else model.num_layers
+    sums = counts.pop(("all-reduce", num_numbers), 0)
     expected = 0 if engine.num_devices == 1 else 1 + 2 * times
+    if engine.is_w8a8:
+        # TPUs have the embedding's int8 in words of four. And a token's numbers have a scale: the
+        # embedding's is summed too, and for each other sum its largest magnitude is found.
+        sums += counts.pop(("all-reduce", num_numbers // 4), 0)
+        scales = counts.pop(("all-reduce", bucket.num_tokens), 0)
+        found.figures |= {"scales": scales}
+        found.expect(scales == expected, f"sends scales {scales} times, not {expected}")
     found.figures |= {"sums of x": sums}
     found.expect(sums == expected, f"sums x over devices {sums} times, not {expected}")
     found.expect(not counts, f"has other collectives too: {dict(counts)}")
