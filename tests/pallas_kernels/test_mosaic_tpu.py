@@ -28,6 +28,7 @@ from tests.rpa_cases import (
     plain,
     written_pool,
 )
+from tests.rpa_properties import AttentionProperties, in_chunks
 
 
 def widened(case: Case, num_tokens: int = 400) -> Case:
@@ -152,70 +153,18 @@ def test_every_kind_of_pool_and_heads_matches_the_oracle(kind):
     )
 
 
-@pytest.mark.parametrize("window", [0, 24])
-def test_nan_in_unused_pages_and_padding_changes_nothing(window):
-    case = dataclasses.replace(MIXED, sliding_window=window)
-    step = build(case)
-    clean, _ = run(case, step)
-    poisoned, used = build(case), np.zeros(step.kv_pool.shape[1:3], bool)
-    for s, (kv_len, q_len) in enumerate(case.rows):
-        position = np.arange(kv_len - q_len)
-        used[step.page_indices[s, position // case.page_size], position % case.page_size] = True
-    poisoned.kv_pool[:, ~used] = np.nan  # whole pages, the null page, and the tails of last pages
-    poisoned.q[step.num_real_tokens :] = np.nan
-    poisoned.k[step.num_real_tokens :] = np.nan
-    poisoned.v[step.num_real_tokens :] = np.nan
-    out, _ = run(case, poisoned)
-    np.testing.assert_array_equal(out, clean)
-
-
-def test_a_row_that_went_wrong_spoils_only_itself():
-    step = build(MIXED)
-    clean, _ = run(MIXED, step)
-    step.q[0], step.k[0], step.v[0] = np.nan, np.nan, np.nan
-    out, _ = run(MIXED, step)
-    assert np.isnan(out[0]).all()
-    np.testing.assert_array_equal(out[1:], clean[1:])
-
-
-def test_entries_of_page_indices_past_a_row_are_not_followed():
-    step = build(MIXED)
-    clean, _ = run(MIXED, step)
-    for s, pages in enumerate(MIXED.pages_of_rows):
-        step.page_indices[s, pages:] = 10**6
-    out, _ = run(MIXED, step)
-    np.testing.assert_array_equal(out, clean)
-
-
-def test_permuting_physical_pages_changes_nothing():
-    step = build(MIXED)
-    clean, clean_pool = run(MIXED, step)
-    num_pages = step.kv_pool.shape[1]
-    moved = np.concatenate([[0], 1 + np.random.default_rng(7).permutation(num_pages - 1)])
-    pool = np.empty_like(step.kv_pool)
-    pool[:, moved] = step.kv_pool  # page i now lies at moved[i]
-    step.kv_pool, step.page_indices = pool, moved[step.page_indices].astype(np.int32)
-    out, out_pool = run(MIXED, step)
-    np.testing.assert_array_equal(out, clean)
-    np.testing.assert_array_equal(out_pool[:, moved[1:]], clean_pool[:, 1:])
+class TestProperties(AttentionProperties):
+    run = staticmethod(run)
+    case = MIXED
+    poisoned = ({}, {"sliding_window": 24})
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_splitting_a_prompt_into_chunks_changes_nothing_o104(chunk):
     case = Case(rows=((75, 75),), padding_tokens=0, sliding_window=30)
-    whole = build(case)
-    outs, pool = [], whole.kv_pool
-    for start in range(0, 75, chunk):
-        length = min(chunk, 75 - start)
-        row = (start + length, length)
-        part = build(dataclasses.replace(case, rows=(row,), padding_tokens=75 - length))
-        for name in "qkv":
-            getattr(part, name)[:length] = getattr(whole, name)[start : start + length]
-        part.kv_pool, part.page_indices = pool, whole.page_indices
-        out, pool = run(case, part)
-        outs.append(out[:length])
-    wanted, wanted_pool = run(case, whole)
-    assert_close(case, np.concatenate(outs), wanted)
+    out, pool = in_chunks(run, case, chunk, num_tokens=75)
+    wanted, wanted_pool = run(case, build(case))
+    assert_close(case, out, wanted)
     np.testing.assert_array_equal(pool[:, 1:], wanted_pool[:, 1:])
 
 

@@ -29,6 +29,7 @@ from tests.rpa_cases import (
     plain,
     written_pool,
 )
+from tests.rpa_properties import AttentionProperties, in_chunks
 
 MIXED = Case(rows=((40, 1), (9, 1), (200, 64), (30, 30)))
 
@@ -146,67 +147,21 @@ def test_random_ragged_steps_match_the_oracle(decode, others, num_prefill, windo
     check(dataclasses.replace(case, **spare))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("window", [0, 24])
-def test_nan_in_unused_pages_and_padding_changes_nothing(window, kv_dtype):
-    case = dataclasses.replace(MIXED, sliding_window=window, kv_dtype=kv_dtype)
-    step = build(case)
-    clean, _ = run(case, step)
-    poisoned, used = build(case), np.zeros(step.kv_pool.shape[1:3], bool)
-    for s, (kv_len, q_len) in enumerate(case.rows):
-        position = np.arange(kv_len - q_len)
-        used[step.page_indices[s, position // case.page_size], position % case.page_size] = True
-    poisoned.kv_pool[:, ~used] = np.nan  # whole pages, the null page, and the tails of last pages
-    poisoned.q[step.num_real_tokens :] = np.nan
-    poisoned.k[step.num_real_tokens :] = np.nan
-    poisoned.v[step.num_real_tokens :] = np.nan
-    out, _ = run(case, poisoned)
-    np.testing.assert_array_equal(out, clean)
-
-
-def test_entries_of_page_indices_past_a_row_are_not_followed():
-    step = build(MIXED)
-    clean, _ = run(MIXED, step)
-    for s, pages in enumerate(MIXED.pages_of_rows):
-        step.page_indices[s, pages:] = 10**6
-    out, _ = run(MIXED, step)
-    np.testing.assert_array_equal(out, clean)
-
-
-def test_permuting_physical_pages_changes_nothing():
-    step = build(MIXED)
-    clean, clean_pool = run(MIXED, step)
-    num_pages = step.kv_pool.shape[1]
-    moved = np.concatenate([[0], 1 + np.random.default_rng(7).permutation(num_pages - 1)])
-    pool = np.empty_like(step.kv_pool)
-    pool[:, moved] = step.kv_pool  # page i now lies at moved[i]
-    step.kv_pool, step.page_indices = pool, moved[step.page_indices].astype(np.int32)
-    out, out_pool = run(MIXED, step)
-    np.testing.assert_array_equal(out, clean)
-    np.testing.assert_array_equal(out_pool[:, moved[1:]], clean_pool[:, 1:])
-
-
-def in_chunks(case: Case, chunk: int):
-    """Runs the one row of `case`, a whole prompt, chunk by chunk on one pool."""
-    whole = build(case)
-    (kv_len, _), outs, pool = case.rows[0], [], whole.kv_pool
-    for start in range(0, kv_len, chunk):
-        end = min(start + chunk, kv_len)
-        row, padding = (end, end - start), chunk - (end - start)
-        part = build(dataclasses.replace(case, rows=(row,), padding_tokens=padding))
-        for name in "qkv":
-            getattr(part, name)[: end - start] = getattr(whole, name)[start:end]
-        part.kv_pool, part.page_indices = pool, whole.page_indices
-        out, pool = run(case, part)
-        outs.append(out[: end - start])
-    return np.concatenate(outs), pool
+class TestProperties(AttentionProperties):
+    run = staticmethod(run)
+    case = MIXED
+    poisoned = tuple(
+        {"sliding_window": window, "kv_dtype": kv_dtype}
+        for window in (0, 24)
+        for kv_dtype in ("float32", "float8_e4m3fn")
+    )
 
 
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_splitting_a_prompt_into_chunks_changes_nothing_o104(chunk, window):
     case = Case(rows=((75, 75),), padding_tokens=0, sliding_window=window)
-    out, pool = in_chunks(case, chunk)
+    out, pool = in_chunks(run, case, chunk, num_tokens=chunk)
     whole, whole_pool = run(case, build(case))
     assert_close(case, out, whole)
     np.testing.assert_array_equal(pool[:, 1:], whole_pool[:, 1:])
@@ -228,16 +183,6 @@ def test_rows_alone_equal_rows_together_o105(decode_end):
         alone.page_indices = step.page_indices[[s, -1]]
         out, _ = run(case, alone)
         assert_close(case, out[: row[1]], together[tokens])
-
-
-def test_a_row_that_went_wrong_spoils_only_itself():
-    case = Case(rows=((40, 1), (30, 1), (50, 1), (40, 20)))
-    step = build(case)
-    clean, _ = run(case, step)
-    step.q[1], step.k[1], step.v[1] = np.nan, np.nan, np.nan
-    out, _ = run(case, step)
-    assert np.isnan(out[1]).all()
-    np.testing.assert_array_equal(np.delete(out, 1, axis=0), np.delete(clean, 1, axis=0))
 
 
 def test_padding_tokens_give_zero():
