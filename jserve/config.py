@@ -14,8 +14,15 @@ from scheduler.config import BATCHINGS, POLICY_NAMES, RequestClass, SchedulerCon
 
 MAX_PORT = 65_535
 CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
-JUMP_FORWARD = ("auto", "always", "off")
-LOGPROBS_MODES = ("raw", "processed")
+CHOICES = {  # of settings that are one of few words
+    "model": {"dtype": ("auto", "float32", "bfloat16"), "quantization": ("none", "w8a8")},
+    "cache": {"kv_cache_dtype": ("auto", "int8", "fp8")},
+    "scheduler": {"policy": POLICY_NAMES, "batching": BATCHINGS},
+    "runner": {
+        "jump_forward": ("auto", "always", "off"),
+        "logprobs_mode": ("raw", "processed"),
+    },
+}
 DEFAULT_CACHE_DIR = str(Path.home() / ".cache" / "jserve")
 
 
@@ -145,6 +152,10 @@ class EngineConfig:
                 value = getattr(settings, setting.name)
                 if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
                     raise ConfigError(f"{setting.name}={value} must be a finite number, 0 or more")
+        for section_name, choices in CHOICES.items():
+            for name, words in choices.items():
+                if (word := getattr(getattr(self, section_name), name)) not in words:
+                    raise ConfigError(f"{name}={word!r}; use one of {', '.join(words)}")
         for name in ("port", "http_port", "metrics_port"):
             if getattr(self.server, name) > MAX_PORT:
                 raise ConfigError(f"{name}={getattr(self.server, name)} is above {MAX_PORT}")
@@ -155,22 +166,8 @@ class EngineConfig:
             raise ConfigError(f"kv_memory_fraction={c.kv_memory_fraction} must be in [0, 1)")
         if c.kv_watermark >= 1:
             raise ConfigError(f"kv_watermark={c.kv_watermark} must be in [0, 1)")
-        if self.model.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"dtype={self.model.dtype!r}; use auto, float32 or bfloat16")
-        if self.model.quantization not in ("none", "w8a8"):
-            raise ConfigError(f"quantization={self.model.quantization!r}; use none or w8a8")
-        if c.kv_cache_dtype not in ("auto", "int8", "fp8"):
-            raise ConfigError(f"kv_cache_dtype={c.kv_cache_dtype!r}; use auto, int8 or fp8")
         if not (self.grammar.max_grammar_bytes and self.grammar.grammar_timeout_s):
             raise ConfigError("max_grammar_bytes and grammar_timeout_s must be above 0")
-        if self.runner.jump_forward not in JUMP_FORWARD:
-            raise ConfigError(
-                f"jump_forward={self.runner.jump_forward!r}; use {', '.join(JUMP_FORWARD)}"
-            )
-        if self.runner.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(
-                f"logprobs_mode={self.runner.logprobs_mode!r}; use {' or '.join(LOGPROBS_MODES)}"
-            )
         if self.log.request_log_prompts and not self.log.request_log:
             raise ConfigError("request_log_prompts needs a file to write to; give request_log too")
         _check_security(self.server, self.security)
@@ -221,10 +218,6 @@ def _check_scheduler(s: SchedulerSettings) -> None:
             f"max_num_batched_tokens={s.max_num_batched_tokens} cannot hold one token of each "
             f"of max_num_seqs={s.max_num_seqs}; raise the first or lower the second"
         )
-    if s.policy not in POLICY_NAMES:
-        raise ConfigError(f"policy={s.policy!r}; use one of {', '.join(POLICY_NAMES)}")
-    if s.batching not in BATCHINGS:
-        raise ConfigError(f"batching={s.batching!r}; use one of {', '.join(BATCHINGS)}")
     if not 0 < s.long_prompt_share <= 1:
         raise ConfigError(f"long_prompt_share={s.long_prompt_share} must be in (0, 1]")
     parse_weights(s.tenant_weights)
