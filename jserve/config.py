@@ -14,7 +14,7 @@ from scheduler.config import BATCHINGS, POLICY_NAMES, RequestClass, SchedulerCon
 
 MAX_PORT = 65_535
 CLASS_FIELDS = ("priority", "max_num_seqs", "itl_slo_ms", "ttft_slo_ms")
-CHOICES = {  # of settings that are one of few words
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {  # of settings that are one of few words
     "model": {"dtype": ("auto", "float32", "bfloat16"), "quantization": ("none", "w8a8")},
     "cache": {"kv_cache_dtype": ("auto", "int8", "fp8")},
     "scheduler": {"policy": POLICY_NAMES, "batching": BATCHINGS},
