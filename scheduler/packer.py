@@ -4,7 +4,7 @@ that cross to the device, which the compiled programs unpack by the same tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import lru_cache
@@ -24,7 +24,7 @@ FROM_DEVICE = -1  # token id of a decode row whose input is last_tokens[slot] on
 MAX_LOGIT_BIAS = 1024  # entries of a row
 
 
-# The sampler's settings of a row, named as in SamplingView.
+# The sampler's settings of a row, named as in SamplingView, one after the other.
 _SETTINGS: dict[str, type] = {
     "temperature": np.float32,
     "top_k": np.int32,
@@ -52,19 +52,21 @@ class Field(NamedTuple):
     """One array inside a packed int32 buffer; other dtypes are stored bit for bit."""
 
     offset: int
+    end: int
     shape: tuple[int, ...]
     dtype: type
 
 
-Fields = Mapping[str, Field]
+Fields = dict[str, Field]
 _Arrays = Sequence[tuple[str, tuple[int, ...], type]]
 
 
 def _laid_out(arrays: _Arrays) -> Fields:
     fields, offset = {}, 0
     for name, shape, dtype in arrays:
-        fields[name] = Field(offset, shape, dtype)
-        offset += math.prod(shape)
+        end = offset + math.prod(shape)
+        fields[name] = Field(offset, end, shape, dtype)
+        offset = end
     return fields
 
 
@@ -105,15 +107,14 @@ def sampling_fields(num_rows: int) -> Fields:
 
 def num_words(fields: Fields) -> int:
     """Returns the length of a buffer in words of 32 bits."""
-    last = list(fields.values())[-1]
-    return last.offset + math.prod(last.shape)
+    return next(reversed(fields.values())).end
 
 
 def views(buffer: np.ndarray, fields: Fields) -> dict[str, np.ndarray]:
     """Returns the named arrays of a packed buffer, without copying."""
     return {
-        name: buffer[f.offset : f.offset + math.prod(f.shape)].view(f.dtype).reshape(f.shape)
-        for name, f in fields.items()
+        name: buffer[offset:end].view(dtype).reshape(shape)
+        for name, (offset, end, shape, dtype) in fields.items()
     }
 
 
@@ -171,9 +172,7 @@ class Packer:
         self._null_slot = slots = config.max_num_seqs  # where padding rows keep their token
         self._max_tokens = max(bucket.num_tokens for bucket in buckets)
         self._wants = np.zeros(slots, np.int32)
-        self._settings: dict[str, np.ndarray] = {
-            name: np.zeros(slots, dtype) for name, dtype in _SETTINGS.items()
-        }
+        self._settings = np.zeros((len(_SETTINGS), slots), np.int32)  # as in sampling_fields
         self._bias: dict[int, tuple[tuple[int, float], ...]] = {}
 
     def pack(self, plan: StepPlan) -> PackedBatch:
@@ -209,7 +208,7 @@ class Packer:
     def _pack_rows(self, batch: dict[str, np.ndarray], plan: StepPlan, count: int) -> None:
         slots, ends = plan.slots, plan.starts + plan.counts
         # An out-of-range page does not fail on a device, it corrupts: check those written.
-        for written in (plan.starts, ends - 1):
+        for written in (plan.starts, ends - 1) if plan.num_chunks else (plan.starts,):
             pages = plan.page_table[slots, written // self._page_size]
             assert ((pages > NULL_PAGE) & (pages < self._num_pages)).all(), f"{pages=}"
         batch["kv_lens"][:count] = ends
@@ -266,8 +265,9 @@ class Packer:
         batch["slots"][:] = self._null_slot
         batch["slots"][:count] = np.where(plan.samples, slots, self._null_slot)
         batch["sample_positions"][:count] = plan.starts + plan.counts
-        for name, of_slot in self._settings.items():
-            batch[name][:count] = of_slot[slots]
+        begin = fields[next(iter(_SETTINGS))].offset
+        settings = buffer[begin : begin + len(_SETTINGS) * bucket.num_rows]
+        settings.reshape(len(_SETTINGS), -1)[:, :count] = self._settings[:, slots]
         wants = int(np.bitwise_or.reduce(self._wants[slots[plan.samples]]))
         batch["wants"][:] = wants
         return buffer, Wants(wants)
@@ -294,8 +294,8 @@ class Packer:
         sampling = request.sampling
         self._wants[slot] = _wants_of(sampling)
         self._bias[slot] = sampling.logit_bias
-        for name, of_slot in self._settings.items():
-            of_slot[slot] = getattr(sampling, name)
+        for of_slot, (name, dtype) in zip(self._settings, _SETTINGS.items(), strict=True):
+            of_slot.view(dtype)[slot] = getattr(sampling, name)
 
 
 def _is_scored(request: Request) -> bool:

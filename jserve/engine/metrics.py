@@ -1,12 +1,14 @@
 """What an engine counts, as Prometheus metrics. Knows numbers: no requests, no steps, no clock.
 
-Every child with labels is resolved once, here: `on_step` and `set_gauges` run between device steps
-and may together cost at most 20 µs (tests/engine/test_metrics.py measures them).
+Every child with labels is resolved once, here, and gauges that change with each step are read when
+somebody looks: `on_step` and `set_gauges` run between device steps and may together cost at most
+20 µs (tests/engine/test_metrics.py measures them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,6 +51,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._shown: dict[str, float] = {}  # of gauges made by `_shows`
         self._define_request_metrics()
         self._define_queue_metrics()
         self._define_cache_metrics()
@@ -78,9 +81,9 @@ class EngineMetrics:
 
     def _define_queue_metrics(self) -> None:
         self._ready = self._gauge("ready", "1 while requests are taken.")
-        self._running = self._gauge("requests_running", "Requests that hold a slot.")
-        self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
-        self._waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")
+        self._shows("running", self._gauge("requests_running", "Requests that hold a slot."))
+        self._shows("waiting", self._gauge("requests_waiting", "Requests in the queue."))
+        self._shows("waiting_tokens", self._gauge("waiting_tokens", "Prompt tokens in the queue."))
         refused = self._counter(
             "requests_refused", "Requests beyond a limit of the queue.", ["limit"]
         )
@@ -103,10 +106,10 @@ class EngineMetrics:
         pages = self._gauge(
             "kv_pages", "KV pages by state: used by live requests, cached only, free.", ["state"]
         )
-        self._pages_used = pages.labels("used")
-        self._pages_cached = pages.labels("cached")
-        self._pages_free = pages.labels("free")
-        self._live_tokens = self._gauge("live_tokens", "Tokens of running requests in KV pages.")
+        for state in ("used", "cached", "free"):
+            self._shows(f"pages_{state}", pages.labels(state))
+        live_tokens = self._gauge("live_tokens", "Tokens of running requests in KV pages.")
+        self._shows("live_tokens", live_tokens)
         self._cache_hits = self._counter(
             "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
         )
@@ -141,16 +144,16 @@ class EngineMetrics:
         self._compilations = self._counter(
             "compilations_after_warmup", "Programs compiled while serving; anything but 0 is a bug."
         )
-        self._overlap = self._gauge(
-            "overlap_active", "1 while a step is scheduled as the one before it runs."
-        )
+        what = "1 while a step is scheduled as the one before it runs."
+        self._shows("overlap_active", self._gauge("overlap_active", what))
 
     def _define_prediction_metrics(self) -> None:
-        self._predicted = self._gauge("step_predicted_seconds", "Of the last step, as expected.")
-        self._actual = self._gauge("step_actual_seconds", "Of the last step, as measured.")
-        self._error = self._gauge(
-            "step_prediction_error", "By what share predicted steps were off, lately."
-        )
+        for name, what in (
+            ("step_predicted_seconds", "Of the last step, as expected."),
+            ("step_actual_seconds", "Of the last step, as measured."),
+            ("step_prediction_error", "By what share predicted steps were off, lately."),
+        ):
+            self._shows(name, self._gauge(name, what))
         self._prefill_budget = self._gauge(
             "prefill_budget_tokens", "Prompt tokens that the last step might have held."
         )
@@ -280,9 +283,10 @@ class EngineMetrics:
         self._step.observe(step_s)
         self._real_tokens.inc(real_tokens)
         self._padded_tokens.inc(padded_tokens)
-        self._predicted.set(predicted_s)
-        self._actual.set(actual_s)
-        self._error.set(prediction_error)
+        shown = self._shown
+        shown["step_predicted_seconds"] = predicted_s
+        shown["step_actual_seconds"] = actual_s
+        shown["step_prediction_error"] = prediction_error
 
     def on_step_failure(self) -> None:
         self._step_failures.inc()
@@ -300,27 +304,16 @@ class EngineMetrics:
         for name, gauge in self._reasons.items():
             gauge.set(name == reason)
 
-    def set_gauges(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        waiting_tokens: int,
-        pages_used: int,
-        pages_cached: int,
-        pages_free: int,
-        live_tokens: int,
-        overlap_active: bool,
-    ) -> None:
-        """Shows the engine's state now. Call it after the last step too: gauges do not decay."""
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._waiting_tokens.set(waiting_tokens)
-        self._pages_used.set(pages_used)
-        self._pages_cached.set(pages_cached)
-        self._pages_free.set(pages_free)
-        self._live_tokens.set(live_tokens)
-        self._overlap.set(overlap_active)
+    def set_gauges(self, **state: float) -> None:
+        """Shows the engine's state now: running, waiting, waiting_tokens, pages_used, pages_cached,
+        pages_free, live_tokens and overlap_active. Call it after the last step too: gauges do not
+        decay."""
+        self._shown.update(state)
+
+    def _shows(self, name: str, gauge: Gauge) -> None:
+        """Lets a gauge show what `_shown` has under a name when it is looked at."""
+        self._shown[name] = 0.0
+        gauge.set_function(partial(self._shown.__getitem__, name))
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"jserve_{name}", text, labels, registry=self.registry)

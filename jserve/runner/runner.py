@@ -39,8 +39,9 @@ class StepHandle:
     def keep(self, token_ids: jax.Array | None, logprobs: Logprobs | None) -> None:
         self.hidden = None
         self._tokens, self._logprobs = token_ids, logprobs
-        for array in jax.tree.leaves((token_ids, logprobs)):
-            array.copy_to_host_async()
+        for array in (token_ids, *(logprobs or ())):
+            if array is not None:
+                array.copy_to_host_async()
 
     def keep_scores(self, of_piece: list[Logprobs]) -> None:
         self._scores.append(of_piece)

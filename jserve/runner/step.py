@@ -8,7 +8,6 @@ Knows arrays and their layout; no requests, no clock, no compilation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,8 +120,8 @@ def why_unsupported(
 def unpack(buffer: Int[Array, " words"], fields: Fields) -> dict[str, Array]:
     """Returns the arrays of a packed buffer, by the table that packed them."""
     arrays = {}
-    for name, (offset, shape, dtype) in fields.items():
-        words = buffer[offset : offset + math.prod(shape)].reshape(shape)
+    for name, (offset, end, shape, dtype) in fields.items():
+        words = buffer[offset:end].reshape(shape)
         is_int = dtype is buffer.dtype.type
         arrays[name] = words if is_int else jax.lax.bitcast_convert_type(words, dtype)
     return arrays
