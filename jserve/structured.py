@@ -58,6 +58,11 @@ class StructuredOutput:
         return cls(GrammarKind.CHOICE, _json_text("choice", list(choices)))
 
 
+class OwnLark(StructuredOutput):
+    """A Lark grammar that jserve wrote itself: callers' own may be of the kind whose compile time
+    grows with the square of its length, and have to be shorter."""
+
+
 def _json_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from jserve.errors import InvalidRequest
-from jserve.structured import GrammarKind, StructuredOutput
+from jserve.structured import GrammarKind, OwnLark, StructuredOutput
 from jserve.text.json_schema_rules import (
     MAX_PATTERN_CHARS,
     check_bounds,
@@ -56,7 +56,7 @@ def _source(spec: StructuredOutput, tokenizer: Tokenizer) -> str:
         case GrammarKind.CHOICE:
             return _grammar(lark_grammar=_lark_of_choice(name, parse_json(name, value)))
         case GrammarKind.LARK:
-            if len(value) > MAX_LARK_CHARS:
+            if len(value) > MAX_LARK_CHARS and not isinstance(spec, OwnLark):
                 raise InvalidRequest(f"{name} has more than {MAX_LARK_CHARS} characters")
             _check_json_in_lark(name, value)
             return _grammar(lark_grammar=value)
@@ -68,13 +68,15 @@ def _source(spec: StructuredOutput, tokenizer: Tokenizer) -> str:
 
 
 def _check_json_in_lark(name: str, lark: str) -> None:
-    """Checks the schemas in a grammar for what takes long to compile."""
+    """Checks the schemas in a grammar for what takes long to compile, all together."""
+    schemas = []
     for match in _JSON_IN_LARK.finditer(lark):
         try:
             schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{name}: %json without a JSON schema behind it") from error
-        check_bounds(f"{name}: %json", schema)
+        schemas.append(schema)
+    check_bounds(f"{name}: %json", schemas)
 
 
 def _grammar(**source: Any) -> str:

@@ -13,6 +13,7 @@ from jserve.text.output_formats import OutputFormats, ToolCallFormat
 from jserve.text.tokenizer import Tokenizer
 from jserve.text.tool_calls import output_parser
 from jserve.text.tool_grammar import tool_grammar
+from jserve.text.tools import MAX_TOOLS
 
 HERMES, LLAMA3 = ToolCallFormat.HERMES, ToolCallFormat.LLAMA3
 MISTRAL, MISTRAL_ARGS = ToolCallFormat.MISTRAL, ToolCallFormat.MISTRAL_ARGS
@@ -193,6 +194,25 @@ def test_a_free_choice_needs_no_grammar(tools, choice):
 def test_a_choice_that_cannot_be_kept_is_refused(tools, choice, formats, fault):
     with pytest.raises(InvalidRequest, match=fault):
         tool_grammar(tools, choice, formats)
+
+
+def test_as_many_functions_as_may_be_offered_can_be_forced(judge):
+    names = [f"argument_{i}" for i in range(10)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    tools = [function(f"do_this_and_that_{i}", schema) for i in range(MAX_TOOLS)]
+    call = '<tool_call>\n{"name": "%s", "arguments": {"argument_0": "x"}}\n</tool_call>'
+    assert judge(tools, "required", HERMES, call % "do_this_and_that_127")
+    assert not judge(tools, "required", HERMES, call % "do_this_and_that_128")
+    too_many = function("f", {"properties": {name * 300: {} for name in names}})
+    with pytest.raises(InvalidRequest, match="offer fewer"):
+        tool_grammar([too_many] * 6, "required", OutputFormats(HERMES))
+
+
+def test_patterns_of_all_functions_count_together(judge):
+    patterns = {"type": "object", "properties": {"a": {"pattern": "a" * 1000}}}
+    tools = [function(f"f{i}", patterns) for i in range(5)]
+    with pytest.raises(InvalidRequest, match="4096 characters in all"):
+        judge(tools, "required", HERMES, "")
 
 
 def test_a_strict_functions_schema_is_kept_where_it_is_written_in_other_words(judge):
