@@ -149,7 +149,7 @@ class Detokenizer:
         if self._num_tokens < self._min_tokens:
             return self._shown(text)
         if not self._held and self._stop_heads.isdisjoint(text):
-            return text
+            return self._shown(text)
         start = len(self._held)
         self._held += text
         for end, char in enumerate(text, start + 1):

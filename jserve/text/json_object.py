@@ -186,6 +186,7 @@ class ArgumentsObject(_Arguments):
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is one JSON object."""
+    """Whether `text` is one JSON object, without half a surrogate pair."""
     scan = JsonObject()
-    return all(map(scan.feed, text)) and scan.done
+    is_text = not any("\ud800" <= char <= "\udfff" for char in text)
+    return is_text and all(map(scan.feed, text)) and scan.done

@@ -232,6 +232,13 @@ def test_O15_a_stop_string_may_join_special_and_ordinary_text():
     assert "".join(deltas) == "a\na"
 
 
+def test_O15_a_special_token_from_within_a_stop_string_shows_nothing_where_it_stands_alone():
+    tokenizer = words("a", "b", "c", special=("<|end|>",))
+    for min_tokens in (0, 3):
+        deltas, detokenizer = run(tokenizer, [0, 3, 2], stop=("b<|end|>c",), min_tokens=min_tokens)
+        assert ("".join(deltas), detokenizer.stop_hit) == ("ac", None)
+
+
 def test_O15_a_special_tokens_text_stops_when_ordinary_tokens_spell_it():
     tokenizer = words("a", "<|", "end", "|>", special=("<|end|>",))
     deltas, detokenizer = run(tokenizer, [0, 1, 2, 3, 0], stop=("<|end|>",))

@@ -116,6 +116,13 @@ def test_what_is_no_call_of_an_offered_function_is_content_as_it_stands(format, 
     assert parse(text, format) == (text, "", [], False)
 
 
+def test_arguments_that_are_no_unicode_are_content_and_escapes_in_them_stay():
+    text = r'<tool_call>{"name": "f", "arguments": "{\"x\": \"\ud800\"}"}</tool_call>'
+    assert parse(text, HERMES) == (text, "", [], False)
+    arguments = r'{"x": "\ud800"}'
+    assert parse(hermes("f", arguments), HERMES) == ("", "", [("f", arguments)], True)
+
+
 def test_a_call_after_one_that_was_none_is_still_found():
     text = hermes("unknown", "{}") + hermes(*F)
     assert parse(text, HERMES) == (hermes("unknown", "{}"), "", [F], True)
