@@ -27,6 +27,7 @@ MEASURED = [
     {"part": "kernels", "name": "p", "form": "kernel", "chunk": 2048, "share": 0.7},
     {"part": "engine", "name": "decode 1 rows", "roofline_share": 0.8, "gap_us": 49.0},
     {"part": "engine", "name": "after warm-up", "compilations": 0},
+    {"part": "engine", "name": "a step that fails", "recovers": True},
 ]
 
 
@@ -45,6 +46,7 @@ WORSE = {
     "engine decode": {"part": "engine", "name": "decode 256 rows", "roofline_share": 0.79},
     "idle gap between steps": {"part": "engine", "name": "decode 16 rows", "gap_us": 50.0},
     "compilations after warm-up": {"part": "engine", "name": "again", "compilations": 1},
+    "after a step that fails": {"part": "engine", "name": "again", "recovers": False},
 }
 
 
@@ -197,6 +199,7 @@ def test_the_whole_check_runs_on_a_cpu_in_small(tmp_path):
     goals = {goal["name"]: goal for goal in result["goals"]}
     assert goals["numerics"]["is_met"] is True
     assert goals["compilations after warm-up"]["got"] == 0
+    assert goals["after a step that fails"]["is_met"] is True
     assert goals["engine decode"]["got"] > 0
 
 

@@ -26,7 +26,9 @@ GROUP_SIZE = 128
 KINDS = {"w8a8": None, "int8": GROUP_SIZE, "int4": GROUP_SIZE}
 NUM_ROWS, VOCABULARY = 64, 128_256
 MOST_TEMP_BYTES = 48 * MIB  # of activations, and of sums per group on a GPU
+SWAPPED = ("bfloat16", "int8", "float8_e4m3fn")  # pages
 QUICK_TARGETS = ("v5e", "7x", "H200")
+NOT_QUICK = ("512-tokens", "/int8", "/float8_e4m3fn")
 
 
 def primitive_cases() -> list[Case]:
@@ -34,7 +36,11 @@ def primitive_cases() -> list[Case]:
     cases = []
     for target in TARGETS.values():
         runs = {f"pages-{name}": partial(_pages, target, name) for name in ("copy", "in", "out")}
-        runs |= {f"pages-swap-{name}": partial(_swap, target, name) for name in ("in", "out")}
+        for dtype in SWAPPED:
+            runs |= {
+                f"pages-swap-{name}/{dtype}": partial(_swap, target, name, jnp.dtype(dtype))
+                for name in ("in", "out")
+            }
         for kind in KINDS:
             runs |= {
                 f"matmul-{kind}/{T}-tokens": partial(_matmul, target, kind, T) for T in (16, 512)
@@ -45,7 +51,7 @@ def primitive_cases() -> list[Case]:
             Case(
                 f"primitive/{target.name}/{name}",
                 run,
-                target.name in QUICK_TARGETS and not name.endswith("512-tokens"),
+                target.name in QUICK_TARGETS and not name.endswith(NOT_QUICK),
             )
             for name, run in runs.items()
         ]
@@ -80,15 +86,15 @@ def _pages(target: Target, name: str) -> Found:
     return judged(target, program, pool_bytes, {pool.size, pages.size}, page_bytes + MIB)
 
 
-def _swap(target: Target, name: str) -> Found:
+def _swap(target: Target, name: str, dtype: jnp.dtype) -> Found:
     """The runner's two programs, on a pool that is split over four devices."""
     mesh = mesh_of(target, 4)
     shape = (NUM_LAYERS, NUM_PAGES, *PAGE)
-    pool = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=pool_sharding(mesh))
+    pool = jax.ShapeDtypeStruct(shape, dtype, sharding=pool_sharding(mesh))
     is_in = name == "in"
     program = compiled(target, mesh, lambda: trace_page_copies(mesh, pool)[is_in])
     part = pool.size // mesh.size
-    found = judged(target, program, 2 * part if is_in else 0, {part}, MIB)
+    found = judged(target, program, dtype.itemsize * part if is_in else 0, {part}, MIB)
     sent = collectives(program.text)
     found.expect(not sent, f"sends pages between devices: {dict(sent)}")
     return found

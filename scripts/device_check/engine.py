@@ -44,6 +44,7 @@ from scheduler.packer import PackedBatch, Packer
 from scheduler.scheduler import Scheduler
 from scripts.device_check.kernels import copy_bytes_per_s
 from scripts.device_check.record import Record
+from scripts.device_check.recovery import recovery_figures
 from scripts.device_check.sizes import Sizes
 from scripts.device_check.trace import device_gaps
 
@@ -97,7 +98,7 @@ class Checked:
             metrics=EngineMetrics(),
             overlap=True,
         )
-        self.compilations = 0
+        self.compilations = self.failed_steps = 0
         self.last_batch: PackedBatch | None = None
         self._names: list[str] = []
 
@@ -114,6 +115,14 @@ class Checked:
     def choose(self, handle: StepHandle, allowed: np.ndarray | None = None) -> None:
         self._runner.choose(handle, allowed)
 
+    def reset(self) -> None:
+        self.failed_steps += 1
+        self._runner.reset()
+
+    def lose_pool(self) -> None:
+        """Has the next step fail, and leave nothing to write to."""
+        self._runner.state.kv_pool.delete()
+
     def count_compilation(self) -> None:
         self.compilations += 1
 
@@ -123,9 +132,10 @@ class Checked:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         return total - (0 if self.model.tie_word_embeddings else self.params["embed"].nbytes)
 
-    def add(self, num_tokens: int, max_tokens: int) -> str:
-        """Queues a prompt of random token ids."""
-        ids = np.random.default_rng(len(self._names)).integers(1, self.model.vocab_size, num_tokens)
+    def add(self, num_tokens: int, max_tokens: int, seed: int | None = None) -> str:
+        """Queues a prompt of random token ids, another one each time unless there is a seed."""
+        random = np.random.default_rng(len(self._names) if seed is None else seed)
+        ids = random.integers(1, self.model.vocab_size, num_tokens)
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         message = GenerateRequest(prompt_token_ids=ids.tolist(), sampling=sampling)
         self._names.append(self.engine.add(message))
@@ -169,6 +179,9 @@ def run(record: Record, sizes: Sizes, is_small: bool, out: Path) -> None:
         checked.clear()
         record.add("long prompt", **long_prompt_figures(checked))
     record.add("after warm-up", compilations=checked.compilations)
+    with record.guard("a step that fails"):
+        checked.clear()
+        record.add("a step that fails", **recovery_figures(checked))
 
 
 def warm_up(checked: Checked) -> None:

@@ -31,6 +31,7 @@ def judge(records: Iterable[dict[str, Any]]) -> list[Goal]:
     rates = [r["roofline_share"] for r in engine.values() if "roofline_share" in r]
     gaps = [r["gap_us"] for r in engine.values() if "gap_us" in r]
     compilations = [r["compilations"] for r in engine.values() if "compilations" in r]
+    recovered = [r["recovers"] for r in engine.values() if "recovers" in r]
     numerics = [r for r in records if r["part"] == "numerics" and ("ok" in r or "error" in r)]
     wrong = [r["name"] for r in numerics if not r.get("ok")]
     return [
@@ -46,6 +47,8 @@ def judge(records: Iterable[dict[str, Any]]) -> list[Goal]:
               lambda gap_us: gap_us < 50),
         _goal("compilations after warm-up", "0", max(compilations, default=None),
               lambda count: count == 0),
+        _goal("after a step that fails", "the same tokens", min(recovered, default=None),
+              lambda recovers: recovers),
     ]  # fmt: skip
 
 
