@@ -61,10 +61,6 @@ class Checkpoint:
     gguf_metadata: dict[str, Any] | None = None
     restore: Callable[..., dict[str, Any]] | None = None
 
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self.entries)
-
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yields every tensor whole, one at a time."""
         for name, tensor in self.entries.items():

@@ -4,9 +4,10 @@ templates."""
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jserve.checkpoint.resolve import open_checkpoint
 from jserve.errors import CheckpointError, ConfigError
@@ -15,13 +16,19 @@ from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
 
 
-class Codec(Protocol):
+class Codec(ABC):
+    @abstractmethod
     def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+    @abstractmethod
     def decode(self, token_ids: Iterable[int]) -> str: ...
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A chat as plain text, for those without a template."""
+        return self.encode("".join(f"{m.get('role')}: {m.get('content')}\n" for m in messages))
 
-class ModelCodec:
+
+class ModelCodec(Codec):
     """Tokens as the model has them, chats in its own template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,20 +46,17 @@ class ModelCodec:
         return data.decode("utf-8", "replace")
 
 
-class ByteCodec:
+class ByteCodec(Codec):
     """A token per byte."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode(plain_chat(messages))
-
     def decode(self, token_ids: Iterable[int]) -> str:
         return bytes(i & 0xFF for i in token_ids).decode("utf-8", "replace")
 
 
-class WordCodec:
+class WordCodec(Codec):
     """A token per word, the white space before it included."""
 
     def __init__(self) -> None:
@@ -68,14 +72,11 @@ class WordCodec:
             self._words.append(word)
         return token_id
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode(plain_chat(messages))
-
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(self._words[i] if i < len(self._words) else f"<{i}>" for i in token_ids)
 
 
-class IdsOnly:
+class IdsOnly(Codec):
     """For logs of token ids, where no tokenizer is named."""
 
     def encode(self, text: str) -> list[int]:
@@ -84,15 +85,8 @@ class IdsOnly:
             "--tokenizer=whitespace or --tokenizer=bytes for an estimate"
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode("")
-
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(f"<{i}>" for i in token_ids)
-
-
-def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(f"{m.get('role')}: {m.get('content')}\n" for m in messages)
 
 
 def make_codec(tokenizer: str, model: str, cache_dir: str) -> Codec:

@@ -27,7 +27,7 @@ def refusal(folder) -> str:
 def test_tensors_read_back_as_written(tmp_path, num_shards):
     tensors = random_tensors(LLAMA)
     checkpoint = open_safetensors(write_folder(tmp_path, LLAMA, tensors, num_shards))
-    assert set(checkpoint.tensor_names) == set(tensors)
+    assert set(checkpoint.entries) == set(tensors)
     for name, array in checkpoint.tensors():
         np.testing.assert_array_equal(array, tensors[name])
 
@@ -101,7 +101,7 @@ def test_O76_only_indexed_files_are_used(tmp_path):
     save_file({"tok_embeddings.weight": np.ones((2, 2))}, folder / "consolidated.safetensors")
     save_file({"lm_head.weight": np.ones((2, 2))}, folder / "model.safetensors")
     checkpoint = open_safetensors(folder)
-    assert set(checkpoint.tensor_names) == set(tensors)
+    assert set(checkpoint.entries) == set(tensors)
     np.testing.assert_array_equal(
         checkpoint.entries["lm_head.weight"].read(), tensors["lm_head.weight"]
     )
@@ -111,7 +111,7 @@ def test_O76_only_the_single_file_is_used_where_there_is_no_index(tmp_path):
     tensors = random_tensors(LLAMA)
     folder = write_folder(tmp_path, LLAMA, tensors)
     save_file({"other": np.ones((2, 2))}, folder / "consolidated.safetensors")
-    assert set(open_safetensors(folder).tensor_names) == set(tensors)
+    assert set(open_safetensors(folder).entries) == set(tensors)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -24,12 +25,13 @@ from jserve.engine.engine import Engine, StepHandle
 from jserve.engine.input_processor import InputProcessor
 from jserve.engine.metrics import EngineMetrics
 from jserve.llm import LLM, engine_config
+from jserve.messages import GenerateRequest
 from jserve.offline import RequestOutput
 from jserve.sampling_params import SamplingParams
 from jserve.text.chat import chat_template_of
 from scheduler.packer import PackedBatch, Packer
 from scheduler.scheduler import Scheduler
-from tests.e2e.chain_model import TinyModel, write_chain_model, write_random_model
+from tests.e2e.chain_model import VOCAB, TinyModel, write_chain_model, write_random_model
 from tests.server.conftest import Served, serving, until
 
 PAGE = 16
@@ -171,6 +173,36 @@ def arranged(
 def generate(engine: Engine, prompts, params=GREEDY) -> list[RequestOutput]:
     """What the offline API gives on `engine`, which stays open."""
     return LLM.from_engine(engine).generate(prompts, params)
+
+
+def outcomes(engine: Engine, messages: Iterable[GenerateRequest]) -> list[Any]:
+    """Runs all at once; per message its embedding, its token ids, or the error that ended it."""
+    ids = [engine.add(message) for message in messages]
+    found: dict[str, Any] = {request_id: [] for request_id in ids}
+    while engine.has_work:
+        for update in engine.step():
+            if update.error is not None:
+                found[update.request_id] = update.error
+            elif update.embedding is not None:
+                assert (update.token_ids, update.finish_reason) == ((), "stop")
+                found[update.request_id] = update.embedding
+            else:
+                found[update.request_id] += update.token_ids
+            assert all(0 <= token_id < VOCAB for token_id in update.token_ids)
+            assert all(math.isfinite(entry.logprob) for entry in update.logprobs)
+    return [found[request_id] for request_id in ids]
+
+
+def fail_on(engine: Engine, is_bad: Callable[[PackedBatch], bool]) -> None:
+    """From now on a step that is bad breaks the device."""
+    dispatch = engine._runner.dispatch
+
+    def failing(batch: PackedBatch) -> StepHandle:
+        if is_bad(batch):
+            raise RuntimeError("the device is lost")
+        return dispatch(batch)
+
+    engine._runner.dispatch = failing
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from jserve.errors import RequestFailed
 from jserve.llm import LLM
 from jserve.messages import GenerateRequest
 from jserve.sampling_params import SamplingParams
-from tests.e2e.real_engine import POISON, arranged, assert_balanced, generate, greedy, prompt_of
+from tests.e2e.real_engine import (
+    POISON,
+    arranged,
+    assert_balanced,
+    generate,
+    greedy,
+    outcomes,
+    prompt_of,
+)
 
 SETTINGS = [
     {},
@@ -18,21 +24,6 @@ SETTINGS = [
     {"presence_penalty": 1.0, "logit_bias": {5: 2.0}},
     {"logprobs": 3, "min_tokens": 5},
 ]
-
-
-def outcomes(engine, messages) -> list:
-    """Per message its token ids, or the error that ended it."""
-    ids = [engine.add(message) for message in messages]
-    found: dict = {request_id: [] for request_id in ids}
-    while engine.has_work:
-        for update in engine.step():
-            if update.error is not None:
-                found[update.request_id] = update.error
-            else:
-                found[update.request_id] += update.token_ids
-            assert all(0 <= token_id < 384 for token_id in update.token_ids)
-            assert all(math.isfinite(entry.logprob) for entry in update.logprobs)
-    return [found[request_id] for request_id in ids]
 
 
 def asking(prompt, **settings) -> GenerateRequest:

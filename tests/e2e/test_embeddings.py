@@ -21,8 +21,10 @@ from tests.e2e.real_engine import (
     alone,
     arranged,
     assert_balanced,
+    fail_on,
     generate,
     greedy,
+    outcomes,
     prompt_of,
     rearranged,
     reference,
@@ -38,22 +40,6 @@ CLOSE = {"rtol": 0, "atol": 2e-6}  # of float32 numbers below 1, summed in anoth
 
 def asking(prompt, pooling: str, **fields) -> GenerateRequest:
     return GenerateRequest(prompt_token_ids=prompt, pooling=pooling, **fields)
-
-
-def outcomes(engine, messages) -> list:
-    """Per message its embedding, its token ids, or the error that ended it."""
-    ids = [engine.add(message) for message in messages]
-    found: dict = {request_id: [] for request_id in ids}
-    while engine.has_work:
-        for update in engine.step():
-            if update.error is not None:
-                found[update.request_id] = update.error
-            elif update.embedding is not None:
-                assert (update.token_ids, update.finish_reason) == ((), "stop")
-                found[update.request_id] = update.embedding
-            else:
-                found[update.request_id] += update.token_ids
-    return [found[request_id] for request_id in ids]
 
 
 def embedded(engine, prompts, pooling: str) -> np.ndarray:
@@ -243,28 +229,15 @@ def test_hidden_states_that_are_no_numbers_end_their_request_alone(bad, pooling)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_embedding_is_whole_after_a_step_that_failed(overlap, pooling, solo):
     engine = arranged(overlap=overlap, prefill_chunk=16)
-    numbers, dispatch = itertools.count(), engine._runner.dispatch
-
-    def fail_once(batch):
-        if next(numbers) == 3:
-            raise RuntimeError("the device is lost")
-        return dispatch(batch)
-
-    engine._runner.dispatch = fail_once
+    numbers = itertools.count()
+    fail_on(engine, lambda batch: next(numbers) == 3)
     np.testing.assert_allclose(embedded(engine, PROMPTS, pooling), solo[pooling], **CLOSE)
     assert_balanced(engine)
 
 
 def test_embeddings_between_requests_that_break_the_device_keep_the_engine_alive(solo):
     engine, bad = arranged(), 383
-    dispatch = engine._runner.dispatch
-
-    def fail_on_the_bad_one(batch):
-        if bad in batch.buffer:
-            raise RuntimeError("the device is lost")
-        return dispatch(batch)
-
-    engine._runner.dispatch = fail_on_the_bad_one
+    fail_on(engine, lambda batch: bad in batch.buffer)
     for _ in range(MOST_CULPRITS + 1):
         vector, error = outcomes(engine, [asking(PROMPTS[3], "last"), asking([5, bad], "last")])
         assert isinstance(error, RequestFailed)

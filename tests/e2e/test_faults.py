@@ -14,7 +14,15 @@ import pytest
 from jserve.client import GenerateClient
 from jserve.errors import JserveError
 from jserve.messages import GenerateRequest
-from tests.e2e.real_engine import alone, arranged, greedy, prompt_of, serving_real, value
+from tests.e2e.real_engine import (
+    alone,
+    arranged,
+    fail_on,
+    greedy,
+    prompt_of,
+    serving_real,
+    value,
+)
 from tests.server.conftest import TIMEOUT_S, until
 
 SECRET = "a prompt that no log may hold"
@@ -127,14 +135,7 @@ async def test_a_client_that_does_not_read_loses_its_request_and_is_told_when_it
 async def test_a_request_that_breaks_the_device_may_be_tried_again_by_openais_client():
     """Three times, as it does by default; and nobody else asks meanwhile."""
     engine, bad = arranged(), 249
-    dispatch = engine._runner.dispatch
-
-    def fail_on_the_bad_one(batch):
-        if bad in batch.buffer:
-            raise RuntimeError("the device is lost")
-        return dispatch(batch)
-
-    engine._runner.dispatch = fail_on_the_bad_one
+    fail_on(engine, lambda batch: bad in batch.buffer)
     async with (
         serving_real(engine, http=True) as served,
         openai.AsyncOpenAI(api_key="none", base_url=f"{served.http}/v1") as client,
