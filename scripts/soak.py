@@ -23,8 +23,8 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jserve.bench.served import Served, served
-from jserve.bench.soak import Soak
 from tests.e2e.chain_model import write_random_model
+from tests.e2e.soak_client import Soak
 
 _NUM_REQUESTS = flags.DEFINE_integer("num_requests", 10_000, "In all.", lower_bound=10)
 _SEED = flags.DEFINE_integer("seed", 0, "Of all that is random.")

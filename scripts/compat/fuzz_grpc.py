@@ -18,9 +18,9 @@ from absl import app, flags
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jserve.bench.fuzz import Fuzzer  # noqa: E402
 from jserve.bench.served import served  # noqa: E402
 from tests.e2e.chain_model import write_random_model  # noqa: E402
+from tests.e2e.grpc_fuzzer import Fuzzer  # noqa: E402
 
 _NUM_CALLS = flags.DEFINE_integer("num_calls", 10_000, "In all.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of all that is random.")

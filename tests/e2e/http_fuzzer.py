@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jserve.bench.soak import Quiet, Soak
+from tests.e2e.soak_client import Quiet, Soak
 
 COMPAT = Path(__file__).resolve().parents[2] / "scripts" / "compat"
 AT_ONCE = 16

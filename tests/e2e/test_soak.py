@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jserve.bench.served import served
-from jserve.bench.soak import Soak
 from jserve.errors import EngineDead
 from tests.e2e.real_engine import arranged, serving_real, value
+from tests.e2e.soak_client import Soak
 
 
 async def test_requests_that_are_read_left_late_and_wrong_leave_nothing_behind():

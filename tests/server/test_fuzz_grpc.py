@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from jserve.bench.fuzz import EXAMPLES, Fuzzer
 from jserve.server.grpc_service import ENGINE_SERVICES
 from jserve.server.proto import generate_pb2 as pb
+from tests.e2e.grpc_fuzzer import EXAMPLES, Fuzzer
 from tests.e2e.real_engine import arranged, serving_real
 from tests.server.conftest import TIMEOUT_S, Served
 from tests.server.test_grpc_service import status_of

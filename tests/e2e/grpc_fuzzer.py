@@ -111,13 +111,13 @@ class Fuzzer:
     async def canary(self) -> list[int]:
         """Returns what a fixed request gets: the same, as long as the server is well."""
         answers = await self._read(self._method(GENERATE), CANARY, QUIET_S)
-        return list(answers[-1].complete.output_ids)  # type: ignore[attr-defined]
+        return list(answers[-1].complete.output_ids)
 
     async def check_well(self) -> None:
         """Waits until the server holds nothing, and asks for its health."""
         give_up = asyncio.get_running_loop().time() + QUIET_S
         while True:
-            ((load,),) = [a.loads for a in await self._read(self._method(LOADS), {}, QUIET_S)]  # type: ignore[attr-defined]
+            ((load,),) = [a.loads for a in await self._read(self._method(LOADS), {}, QUIET_S)]
             if not (load.num_total_reqs or load.num_used_tokens or load.token_usage):
                 break
             if asyncio.get_running_loop().time() > give_up:
