@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Asks a router and the server behind it the same, with OpenAI's client, and compares the answers:
-router_calls.py ROUTER_URL SERVER_URL. Then leaves a stream, which must end the request behind it.
-The exit code is 1 if anything is not as it should be."""
+router_calls.py ROUTER_URL SERVER_URL; both get OPENAI_API_KEY. Then leaves a stream, which must end
+the request behind it. The exit code is 1 if anything is not as it should be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -111,11 +110,12 @@ CALLS: dict[str, Callable[[openai.OpenAI, str], Any]] = {
 }
 
 
-# The router has the tool's grammar made whatever the model's template knows of tools.
-ALONE = {"tool": tool}
+# The router has the tool's grammar made whatever the model's template knows of tools; over HTTP it
+# passes bodies on.
+ALONE_OVER_GRPC = {"tool": tool}
 
 
-def leave(router: openai.OpenAI, server_url: str, model: str) -> Any:
+def leave(router: openai.OpenAI, server: openai.OpenAI, model: str) -> Any:
     """Reads the head of a long answer; returns how many requests run then, and how many soon."""
     turns = [{"role": "user", "content": "Tell me a long story."}]
     with router.chat.completions.create(
@@ -123,16 +123,16 @@ def leave(router: openai.OpenAI, server_url: str, model: str) -> Any:
     ) as stream:
         for _ in range(4):
             next(stream)
-        before = num_running(server_url)
+        before = num_running(server)
     give_up = time.monotonic() + SOON_S
-    while (after := num_running(server_url)) and time.monotonic() < give_up:
+    while (after := num_running(server)) and time.monotonic() < give_up:
         time.sleep(0.05)
     return before, after
 
 
-def num_running(server_url: str) -> float:
-    with urllib.request.urlopen(server_url.removesuffix("/v1") + "/metrics") as answer:
-        found = re.search(r"^jserve_requests_running (\S+)", answer.read().decode(), re.MULTILINE)
+def num_running(server: openai.OpenAI) -> float:
+    text = server.get(str(server.base_url.join("/metrics")), cast_to=str)
+    found = re.search(r"^jserve_requests_running (\S+)", text, re.MULTILINE)
     return float(found[1]) if found else -1.0
 
 
@@ -160,8 +160,7 @@ def answer_of(call: Callable[[openai.OpenAI, str], Any], client: openai.OpenAI, 
 def main() -> int:
     router_url, server_url = sys.argv[1:3]
     router, server = (
-        openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        for url in (router_url, server_url)
+        openai.OpenAI(base_url=url, max_retries=0) for url in (router_url, server_url)
     )
     model = wait_for_model(router)
     num_bad = 0
@@ -172,11 +171,12 @@ def main() -> int:
         print(f"{'same' if is_same else 'DIFFERS'}: {name}: {ours!r}")
         if not is_same:
             print(f"  the server itself: {own!r}")
-    for name, call in ALONE.items():
+    is_http = server_url.startswith("https:")
+    for name, call in ({} if is_http else ALONE_OVER_GRPC).items():
         answer = answer_of(call, router, model)
         num_bad += isinstance(answer, str)
         print(f"router alone: {name}: {answer!r}")
-    before, after = leave(router, server_url, model)
+    before, after = leave(router, server, model)
     num_bad += (before, after) != (1.0, 0.0)
     print(f"requests that run while a stream is read: {before:g}, after it was left: {after:g}")
     return int(num_bad > 0)
