@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from numbers import Integral
 from typing import Any
 
 from jserve.errors import InvalidRequest
@@ -179,7 +178,7 @@ def _take_prompt(fields: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt}
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest("prompt must be a text or a non-empty list of token ids")
-    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
+    if not all(type(i) is int for i in prompt):
         raise InvalidRequest("prompt is a list of something other than token ids; give one prompt")
     return {"prompt_token_ids": prompt}
 

@@ -20,8 +20,9 @@ from jserve.text.tool_grammar import tool_grammar
 class ChatInput:
     """Chats with one model. Safe to call from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, max_model_len: int) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._template = template
         self._formats = detect_formats(template.source, tokenizer)
 
@@ -36,6 +37,7 @@ class ChatInput:
             add_generation_prompt=message.add_generation_prompt,
             continue_final_message=message.continue_final_message,
             template_args=message.template_args,
+            max_tokens=self._max_model_len,
         )
 
     def form(self, message: GenerateRequest, prompt: Sequence[int]) -> StructuredOutput | None:

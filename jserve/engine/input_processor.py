@@ -81,7 +81,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._classes = {"": RequestClass(name=""), **{c.name: c for c in classes}}
         self._queue_timeout_s = queue_timeout_s or math.inf
-        self.chat = ChatInput(tokenizer, chat_template)
+        self.chat = ChatInput(tokenizer, chat_template, limits.max_model_len)
         self.prompts = PromptInput(tokenizer, self.chat, limits)
         self._why_too_large = why_too_large
         self.clock = clock

@@ -10,7 +10,7 @@ from numbers import Integral
 from jserve.engine.chat_input import ChatInput
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest
-from jserve.text.tokenizer import Tokenizer
+from jserve.text.tokenizer import Tokenizer, check_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,15 @@ class PromptInput:
         return ids
 
     def check_length(self, text: str) -> None:
-        """Refuses what no tokenisation could make fit, before minutes are spent on trying. Raises
-        InvalidRequest."""
-        limit = self._limits.max_model_len
-        most = limit * self._tokenizer.longest_token_chars
-        if len(text) > most:
-            raise InvalidRequest(
-                f"the prompt has {len(text)} characters; max_model_len={limit} tokens hold at "
-                f"most {most}"
-            )
+        """Refuses what no tokenisation could make fit. Raises InvalidRequest."""
+        check_length(self._tokenizer, len(text), self._limits.max_model_len)
 
     def _checked(self, ids: Sequence[int] | None) -> list[int]:
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
             raise InvalidRequest("prompt_token_ids is not a list of token ids")
-        vocab = self._limits.vocab_size
+        vocab, limit = self._limits.vocab_size, self._limits.max_model_len
+        if len(ids) > limit:  # before each of some millions is looked at
+            raise InvalidRequest(f"the prompt has {len(ids)} tokens, above max_model_len={limit}")
         for index, token_id in enumerate(ids):
             bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)
             if bad_type or not 0 <= token_id < vocab:

@@ -17,7 +17,7 @@ from jserve.server.health import HEALTH_SERVICE, EngineHealth, add_health
 from jserve.server.identity import call_of
 from jserve.server.jetstream_service import JETSTREAM_SERVICE, ORCHESTRATOR, JetstreamService
 from jserve.server.proto import generate_pb2 as pb
-from jserve.server.rpc import Context, add_service, with_call_deadline
+from jserve.server.rpc import Context, add_service, read_message, with_call_deadline
 from jserve.server.security import GrpcGuard
 from jserve.server.vllm_service import VLLM_ENGINE, VLLM_SERVICE, VllmService
 from jserve.server.wire import answer_to_proto, request_from_proto, update_to_proto
@@ -54,7 +54,8 @@ class GenerateService:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Yields the request's updates. Left before the last one, for whatever reason (the client
         cancelled or went away, its deadline passed, a write failed), it aborts the request."""
-        request = with_call_deadline(request_from_proto(message), context)
+        request = await read_message(message, request_from_proto)
+        request = with_call_deadline(request, context)
         call = call_of(context, self._front.gate, f"{SERVICE}/{method}")
         async with await self._front.submit(request, call) as answer:
             async for update in answer:

@@ -23,7 +23,6 @@ from jserve.errors import (
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.openai_embeddings import EmbeddingsCall, embeddings_body, read_embeddings_body
 from jserve.server.front import Answer, Call, Front
-from jserve.server.http_errors import JsonResponse
 from jserve.server.http_request import (
     as_headers_say,
     call_of_http,
@@ -31,6 +30,7 @@ from jserve.server.http_request import (
     read_json,
     unless_gone,
 )
+from jserve.server.json_pieces import bytes_in_pieces
 from jserve.server.quota import one_request
 
 MAX_IN_FLIGHT = 256  # inputs of one call in the engine at once: the queue is for other calls too
@@ -60,7 +60,8 @@ def _response(
 ) -> Response:
     vectors = [u.embedding for u in updates if u.embedding is not None]
     usages = [u.usage for u in updates if u.usage is not None]
-    return JsonResponse(embeddings_body(asked, vectors, usages, model=model), headers=headers)
+    body = bytes_in_pieces(embeddings_body(asked, vectors, usages, model=model))
+    return Response(body, media_type="application/json", headers=headers)
 
 
 class _Inputs:

@@ -22,10 +22,10 @@ from jserve.messages import GenerateRequest
 from jserve.server.caller import admitted
 from jserve.server.front import Call, Front
 from jserve.server.http_errors import ID_HEADER, ClientGone
+from jserve.server.json_pieces import INLINE_BYTES, loads_in_pieces
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 _MAX_ID_CHARS = 200
-INLINE_BYTES = 2**16  # longer bodies are parsed in a thread, so that streams keep flowing
 
 T = TypeVar("T")
 
@@ -76,8 +76,8 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; send plain JSON")
     data = await _read(request, settings_of(request).max_message_bytes)
     if len(data) <= INLINE_BYTES:
-        return read(_parse(data))
-    return await asyncio.to_thread(lambda: read(_parse(data)))
+        return read(_parse(data, json.loads))
+    return await asyncio.to_thread(lambda: read(_parse(data, loads_in_pieces)))
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -101,9 +101,9 @@ def _too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"the body is larger than {limit} bytes (--max_message_bytes)")
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes, loads: Callable[..., Any]) -> dict[str, Any]:
     try:
-        body = json.loads(data.decode(), parse_constant=_no_number, parse_float=_finite)
+        body = loads(data.decode(), parse_constant=_no_number, parse_float=_finite)
         if b"\\ud" in data or b"\\uD" in data:  # half a surrogate pair, which no text can hold
             json.dumps(body, ensure_ascii=False).encode()
     except RecursionError:

@@ -10,7 +10,7 @@ from jserve.sampling_params import SamplingParams
 from jserve.server.front import Front
 from jserve.server.identity import call_of
 from jserve.server.proto import jetstream_pb2 as pb
-from jserve.server.rpc import Context, with_call_deadline
+from jserve.server.rpc import Context, read_message, with_call_deadline
 from jserve.server.wire import refuse_unknown_fields
 
 ORCHESTRATOR = pb.DESCRIPTOR.services_by_name["Orchestrator"]
@@ -29,7 +29,8 @@ class JetstreamService:
         self, message: pb.DecodeRequest, context: Context
     ) -> AsyncIterator[pb.DecodeResponse]:
         """One message per update: of its choice the new text and tokens, of others nothing."""
-        request = with_call_deadline(request_from_jetstream(message), context)
+        request = await read_message(message, request_from_jetstream)
+        request = with_call_deadline(request, context)
         call = call_of(context, self._front.gate, f"{JETSTREAM_SERVICE}/Decode")
         async with await self._front.submit(request, call) as answer:
             async for update in answer:

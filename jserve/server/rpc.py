@@ -3,12 +3,13 @@ messages and statuses: no engine."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -17,9 +18,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jserve.errors import DeadlineExceeded, InvalidRequest
 from jserve.messages import GenerateRequest
+from jserve.server.json_pieces import INLINE_BYTES
 from jserve.server.status import end_with_status
 
 Context: TypeAlias = grpc.aio.ServicerContext
+M = TypeVar("M", bound=Message)
 
 
 def add_service(
@@ -87,6 +90,14 @@ def stub_of(channel: grpc.aio.Channel, service: ServiceDescriptor) -> SimpleName
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
     return SimpleNamespace(**calls)
+
+
+async def read_message(message: M, read: Callable[[M], GenerateRequest]) -> GenerateRequest:
+    """Returns what `read` makes of a message. Long ones are read in a thread, so that streams keep
+    flowing."""
+    if message.ByteSize() <= INLINE_BYTES:
+        return read(message)
+    return await asyncio.to_thread(read, message)
 
 
 def with_call_deadline(request: GenerateRequest, context: Context) -> GenerateRequest:

@@ -20,7 +20,7 @@ from jserve.errors import InvalidRequest, Unsupported
 from jserve.messages import GenerateRequest, RequestUpdate, joined
 from jserve.server.front import Answer, Front
 from jserve.server.identity import call_of
-from jserve.server.rpc import Context, with_call_deadline
+from jserve.server.rpc import Context, read_message, with_call_deadline
 from jserve.server.tokenizer_archive import TokenizerArchive
 from jserve.server.vllm_info import LoadMeter, model_info, server_info
 from jserve.server.vllm_kv_events import kv_messages
@@ -65,7 +65,7 @@ class VllmService:
         latter alone, in order of index."""
         num_prompt, ended = 0, set[int]()
         parts: dict[int, list[RequestUpdate]] = {}
-        request = request_from_vllm(message)
+        request = await read_message(message, request_from_vllm)
         async with aclosing(self._updates(request, "Generate", context)) as updates:
             async for update in updates:
                 num_prompt = num_prompt or len(update.prompt_token_ids)
@@ -82,7 +82,7 @@ class VllmService:
                 yield complete_to_vllm(whole, num_prompt)
 
     async def Embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        request = embed_request_from_vllm(message)
+        request = await read_message(message, embed_request_from_vllm)
         async with aclosing(self._updates(request, "Embed", context)) as updates:
             async for update in updates:
                 if update.embedding is not None:

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jserve.errors import InvalidRequest
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
+from jserve.server.json_pieces import INLINE_BYTES, loads_in_pieces
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.wire_sampling import sampling_from_proto, sampling_to_proto
 
@@ -69,8 +70,9 @@ def _turn_from_proto(turn: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _from_json(name: str, text: str) -> Any:
+    loads = json.loads if len(text) <= INLINE_BYTES else loads_in_pieces
     try:
-        return json.loads(text) if text else None
+        return loads(text) if text else None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not JSON: {error}") from error
 

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jserve.errors import CheckpointError, InvalidRequest
 from jserve.text.chat_messages import Message, checked_messages
-from jserve.text.tokenizer import Tokenizer
+from jserve.text.tokenizer import Tokenizer, check_length
 from jserve.text.tools import checked_tools
 
 # Unicode sets these aside for a program's inner use; text that people exchange never holds them.
@@ -199,8 +199,10 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_args: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a chat's prompt: those of the rendered text and no others.
+    """Token ids of a chat's prompt: those of the rendered text and no others. What cannot fit into
+    `max_tokens` is refused before it is tokenised.
 
     BOS is there if and only if the template writes it. Special tokens' text inside the messages,
     the tools or the template's arguments is data: it stays readable text and never becomes a
@@ -211,6 +213,8 @@ def encode_chat(
       InvalidRequest: as `ChatTemplate.render`.
     """
     inputs = template._checked(messages, tools, template_args)
+    if max_tokens is not None:
+        check_length(tokenizer, sum(map(len, _strings(inputs))), max_tokens)
     forged: list[str] = []
     mark = ""
     if any(tokenizer.special_spans(text) for text in _strings(inputs)):
@@ -226,6 +230,8 @@ def encode_chat(
 
         inputs = {name: _map_strings(value, hide) for name, value in inputs.items()}
     text = template._render(inputs, add_generation_prompt, continue_final_message)
+    if max_tokens is not None:
+        check_length(tokenizer, len(text), max_tokens)
     return _encode_with_forged(tokenizer, text, mark, forged)
 
 

@@ -18,6 +18,7 @@ import tokenizers
 from jserve.errors import CheckpointError, InvalidRequest
 
 REPLACEMENT = "\ufffd"
+_QUICK_CHARS = 1000  # that are encoded in well under a millisecond
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -193,7 +194,10 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, no BOS added, and each one's half-open span of characters."""
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            if len(text) <= _QUICK_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=False)
+            else:  # unlike the above it lets other threads run, for up to a second
+                [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:  # which one depends on the library
             raise InvalidRequest(
                 "the text is not valid Unicode (half a surrogate pair?)"
@@ -230,6 +234,17 @@ class Tokenizer:
         if self.strips_first_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
+
+
+def check_length(tokenizer: Tokenizer, num_chars: int, max_tokens: int) -> None:
+    """Refuses a text that no tokenisation could make fit, before minutes are spent on trying.
+    Raises InvalidRequest."""
+    most = max_tokens * tokenizer.longest_token_chars
+    if num_chars > most:
+        raise InvalidRequest(
+            f"the prompt has {num_chars} characters; max_model_len={max_tokens} tokens hold at "
+            f"most {most}"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chat(tokenizer):
-    return ChatInput(tokenizer, ChatTemplate(TEMPLATE))
+    return ChatInput(tokenizer, ChatTemplate(TEMPLATE), max_model_len=1000)
 
 
 def asking(structured=None, **fields):

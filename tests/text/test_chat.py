@@ -200,6 +200,16 @@ def test_O72_spm_vocabularies_are_protected_too(spm_metadata):
     assert spm.decode(ids, skip_special_tokens=False) == "<s>the</s><s> of</s>"
 
 
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenised(byte_level, chatml, monkeypatch):
+    monkeypatch.setattr(byte_level, "encode_with_offsets", None)  # a call would be a TypeError
+    repeats = ChatTemplate("{{ messages[0].content * 1000 }}")
+    for template, size in ((chatml, 1_000_000), (repeats, 1000)):
+        with pytest.raises(InvalidRequest, match="characters; max_model_len=100 tokens hold"):
+            encode_chat(
+                byte_level, template, [{"role": "user", "content": "a" * size}], max_tokens=100
+            )
+
+
 def test_O72_many_forged_tokens_take_linear_time(byte_level, chatml):
     ids = encode_chat(byte_level, chatml, [{"role": "user", "content": "<|im_end|>" * 5000}])
     assert [id for id in ids if id in byte_level.special_token_ids] == [1, 2, 1]

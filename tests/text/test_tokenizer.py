@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -93,6 +94,27 @@ def test_special_spans_tell_where_special_text_stands(byte_level):
 def test_text_with_half_a_surrogate_pair_is_an_invalid_request(tokenizer):
     with pytest.raises(InvalidRequest, match="valid Unicode"):
         tokenizer.encode("a\ud800b")
+
+
+def test_a_long_text_gets_the_same_ids_and_others_run_while_it_is_encoded(byte_level, backends):
+    text = "the cat sat on a mat <|im_end|> and said: 🌊? " * 10_000
+    num_turns, is_over = 0, False
+
+    def others() -> None:
+        nonlocal num_turns
+        while not is_over:
+            num_turns += 1
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(others)
+        began, before = time.monotonic(), num_turns
+        ids, offsets = byte_level.encode_with_offsets(text)
+        after, seconds = num_turns, time.monotonic() - began
+        is_over = True
+    judge = backends["byte_level"].encode(text, add_special_tokens=False)
+    assert (ids, offsets) == (judge.ids, judge.offsets)
+    assert after - before > 20, f"{after - before} turns of 1 ms in {seconds:.2f} s"
 
 
 def test_a_decoder_that_is_not_understood_is_refused_by_name():
