@@ -53,7 +53,7 @@ from jserve.runner.profiler import Profiler
 from jserve.runner.runner import Runner
 from jserve.runner.step import StepOptions, StepState, make_sampler_state, why_unsupported
 from jserve.runner.swap import SwapSpace
-from jserve.text.chat import chat_template_of
+from jserve.text.chat import chat_template_of, with_chat_template
 from jserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jserve.text.grammar import GrammarCompiler
 from jserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -93,7 +93,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _set_up_jax(config)
     checkpoint = open_checkpoint(config.model.model, config.model.cache_dir)
     model = _model_config(config, checkpoint)
-    tokenizer = _tokenizer_of(checkpoint)
+    tokenizer = _tokenizer_of(checkpoint, config.model.chat_template)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     layout = head_layout(model, mesh.size)
     platform = jax.default_backend()
@@ -193,12 +193,14 @@ def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     return replace(model, max_position=_max_model_len(config, model))
 
 
-def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer_of(checkpoint: Checkpoint, chat_template: str) -> Tokenizer:
     if checkpoint.gguf_metadata is not None:
-        return tokenizer_from_gguf(checkpoint.gguf_metadata)
-    if checkpoint.tokenizer_folder is not None:
-        return load_tokenizer(checkpoint.tokenizer_folder)
-    raise CheckpointError(f"{checkpoint.source}: has no tokenizer files")
+        tokenizer = tokenizer_from_gguf(checkpoint.gguf_metadata)
+    elif checkpoint.tokenizer_folder is not None:
+        tokenizer = load_tokenizer(checkpoint.tokenizer_folder)
+    else:
+        raise CheckpointError(f"{checkpoint.source}: has no tokenizer files")
+    return with_chat_template(tokenizer, chat_template)
 
 
 def _input_processor(
@@ -345,6 +347,7 @@ def _scheduler_config(
         max_model_len=max_model_len,
         device=jax.devices()[0],
     )
+    page_bytes = bytes_per_page(model.num_layers, page_size, layout, kv_dtype)
     capacity = (num_pages - 1) * page_size
     if capacity < max_model_len:
         log.warning("the KV pool holds %d tokens, less than %d", capacity, max_model_len)
@@ -355,9 +358,7 @@ def _scheduler_config(
         page_size=page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
-        num_host_pages=_num_host_pages(
-            config, bytes_per_page(model.num_layers, page_size, layout, kv_dtype)
-        ),
+        num_host_pages=_num_host_pages(config, page_bytes),
     )
 
 
@@ -390,11 +391,10 @@ def _log_times(begin: float, loaded: float) -> None:
 
 
 def _log_memory(params, state: StepState, limits: SchedulerConfig) -> None:
-    mebi = 2**20
     log.info(
         "weights %.1f MiB, KV pool %.1f MiB: %d pages of %d tokens",
-        sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / mebi,
-        state.kv_pool.nbytes / mebi,
+        sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**20,
+        state.kv_pool.nbytes / 2**20,
         limits.num_pages - 1,
         limits.page_size,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,6 +34,7 @@ class ModelSettings:
     dtype: str = "auto"  # "auto": float32 on CPU, bfloat16 elsewhere
     quantization: str = "none"  # "w8a8": matrices and what they multiply in int8
     max_model_len: int = 0  # 0: the model's own limit
+    chat_template: str = ""  # file with a Jinja template; "": the model's own
     cache_dir: str = DEFAULT_CACHE_DIR  # fetched models and compiled programs
 
 
@@ -120,6 +122,7 @@ class SecuritySettings:
     api_keys: str = ""  # file with the hashes of keys, and what each may do; "": anyone may call
     tls_cert: str = ""  # PEM files, read again when they change; "": no TLS
     tls_key: str = ""
+    allowed_origins: str = ""  # sites whose pages may call over HTTP: "https://a.org,http://b:8080"
     tls_client_ca: str = ""  # callers need a certificate that it has signed; "": they need none
 
 
@@ -178,6 +181,11 @@ def _check_security(server: ServerSettings, security: SecuritySettings) -> None:
         raise ConfigError("tls_cert and tls_key belong together; give both, or neither")
     if security.tls_client_ca and not security.tls_cert:
         raise ConfigError("tls_client_ca checks callers over TLS; give tls_cert and tls_key too")
+    if "*" in parse_origins(security.allowed_origins) and not security.api_keys:
+        raise ConfigError(
+            "allowed_origins=* opens this server to the page of any site that someone near it "
+            "visits: name the origins, or give api_keys"
+        )
     if security.insecure or is_loopback(server.host):
         return
     if not (security.tls_cert and security.api_keys):
@@ -191,6 +199,19 @@ def _check_security(server: ServerSettings, security: SecuritySettings) -> None:
             f"other machines at host={server.host!r}: use /metrics of http_port with an admin key "
             "and metrics_port=0; or insecure, if whoever reaches it may read it"
         )
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Reads "https://a.org,http://b:8080", or "*" for all. Raises ConfigError for what no browser
+    would send."""
+    origins = tuple(filter(None, map(str.strip, text.split(","))))
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", origin):
+            raise ConfigError(
+                f"allowed_origins: {origin!r} is no origin, as in https://app.example or "
+                "http://localhost:3000, in lower case and without a path; * is all"
+            )
+    return origins
 
 
 def is_loopback(host: str) -> bool:

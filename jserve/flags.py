@@ -25,6 +25,8 @@ HELP: dict[str, dict[str, str]] = {
         "quantization": "w8a8: weights, embedding included, and the activations that they multiply "
         "in int8; none: as --dtype says. docs/quantization.md has what it costs in quality.",
         "max_model_len": "Most tokens of one request, prompt and output; 0: the model's limit.",
+        "chat_template": "File with the Jinja template of chats, for models without one, or in "
+        "place of theirs; empty: the model's own.",
         "cache_dir": "Where fetched models and compiled programs are kept.",
     },
     "cache": {
@@ -127,6 +129,8 @@ HELP: dict[str, dict[str, str]] = {
         "tls_cert": "PEM file with the server's certificate chain, read again when it changes; "
         "empty: no TLS.",
         "tls_key": "PEM file with its private key.",
+        "allowed_origins": "Sites whose pages may call the HTTP API from a browser, as in "
+        "https://app.example,http://localhost:3000; *: all; empty: none.",
         "tls_client_ca": "PEM file with the authorities whose certificates callers must have; "
         "empty: they need none.",
     },

@@ -25,6 +25,7 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     special_token_ids = frozenset({SPECIAL_CHARACTER})
     strips_first_space = False
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]

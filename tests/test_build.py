@@ -13,12 +13,13 @@ import pytest
 from jserve import build
 from jserve.build import build_engine
 from jserve.config import EngineConfig, ModelSettings, ServerSettings, scheduler_config
-from jserve.errors import ConfigError
-from jserve.llm import engine_config
+from jserve.errors import ConfigError, InvalidRequest
+from jserve.llm import LLM, engine_config
 from jserve.messages import GenerateRequest
 from jserve.runner.platform import compiler_options, set_compiler_flags
 from pallas_kernels.ragged_paged_attention import reference
 from scheduler.config import RequestClass
+from tests.e2e.chain_model import write_random_model
 from tests.e2e.real_engine import SETTINGS, model
 from tests.engine.tiny import byte_tokenizer
 
@@ -130,6 +131,31 @@ def test_a_swap_space_below_one_page_is_refused_with_what_a_page_needs():
     config = engine_config(model=str(model("chain").folder), swap_space_bytes=1, **SETTINGS)
     with pytest.raises(ConfigError, match=r"swap_space_bytes=1 holds no KV page; give \d+ or more"):
         build_engine(config)
+
+
+def test_a_chat_template_of_the_operators_takes_the_place_of_the_models(tmp_path):
+    own = "{% for m in messages %}{{ m.role }}>{{ m.content }}{% endfor %}"
+    file = tmp_path / "own.jinja"
+    file.write_text(own)
+    folder = write_random_model(tmp_path / "model").folder
+    (folder / "tokenizer_config.json").unlink()
+    hi = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        LLM(model=str(folder), **SETTINGS).chat(hi)
+    with LLM(model=str(folder), chat_template=str(file), **SETTINGS) as llm:
+        tokenizer = llm._engine.tokenizer
+        assert tokenizer.settings()["chat_template"] == own  # as routers get it
+        [output] = llm.chat(hi)
+        assert output.prompt_token_ids == tokenizer.encode("user>hi")
+
+
+def test_a_chat_template_that_is_missing_or_broken_is_refused_by_name(tmp_path):
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("line one\n{% for %}")
+    for path, why in ((broken, "broken at line 2"), (tmp_path / "none", "No such file")):
+        config = engine_config(model=str(model("chain").folder), chat_template=str(path))
+        with pytest.raises(ConfigError, match=rf"chat_template='{path}' is no good: .*{why}"):
+            build_engine(config)
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded():

@@ -80,7 +80,10 @@ class PromptInput:
             raise InvalidRequest("prompt_token_ids is not a list of token ids")
         vocab, limit = self._limits.vocab_size, self._limits.max_model_len
         if len(ids) > limit:  # before each of some millions is looked at
-            raise InvalidRequest(f"the prompt has {len(ids)} tokens, above max_model_len={limit}")
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens, above max_model_len={limit}: use at most "
+                f"{limit - 1}"
+            )
         for index, token_id in enumerate(ids):
             bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)
             if bad_type or not 0 <= token_id < vocab:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -207,6 +208,18 @@ class Front:
     def is_dead(self) -> bool:
         """Whether nothing will ever be served again."""
         return self._engine is not None and self._engine.is_dead
+
+    @contextmanager
+    def counted(self, call: Call) -> Iterator[Engine]:
+        """Yields the engine for a call that generates nothing, but is one of its caller's requests.
+        Raises Overloaded and EngineDead."""
+        engine, quota = self.engine, call.caller.quota
+        lease = _entered(quota, engine) if quota else None
+        try:
+            yield engine
+        finally:
+            if lease is not None:
+                lease.close()
 
     async def submit(
         self, request: GenerateRequest, call: Call, *, tries_again: bool = False

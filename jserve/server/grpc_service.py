@@ -27,6 +27,8 @@ SERVICE = GENERATE_SERVICE.full_name
 # What health knows by name. The rest is there whatever the engine does.
 ENGINE_SERVICES = (SERVICE, VLLM_SERVICE, JETSTREAM_SERVICE)
 
+PING_EVERY_S, PONG_WITHIN_S = 60.0, 20.0
+
 
 class GenerateService:
     """jserve.v1.GenerateService over the engine behind `front`."""
@@ -89,6 +91,9 @@ def create_server(
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 0),
             ("grpc.http2.max_ping_strikes", 0),
+            # Nor may one that has vanished, or takes nothing of its connection, keep its calls.
+            ("grpc.keepalive_time_ms", int(PING_EVERY_S * 1e3)),
+            ("grpc.keepalive_timeout_ms", int(PONG_WITHIN_S * 1e3)),
         ],
     )
     opens_cache = settings.enable_cache_service

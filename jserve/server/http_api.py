@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -38,6 +39,14 @@ ROUTES: tuple[Callable[[Front], list[Route]], ...] = (
 )
 # What answers however many calls are open: probes must.
 _UNCOUNTED = ("/health", "/metrics")
+EXPOSED_HEADERS = (  # that a page of another site may read of an answer
+    *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
 
 
 def make_app(
@@ -46,9 +55,10 @@ def make_app(
     *,
     extra_routes: Sequence[Route] = (),
     local_names_only: bool = False,
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """Returns the HTTP API over the engine behind `front`, as an ASGI application; for the last
-    argument see HttpGuard."""
+    arguments see HttpGuard."""
     kinds = (JserveError, HTTPException, ClientGone, RecursionError)
     app = Starlette(
         routes=[*(route for routes in ROUTES for route in routes(front)), *extra_routes],
@@ -63,7 +73,16 @@ def make_app(
         front=front,
         max_header_bytes=settings.max_header_bytes,
         local_names_only=local_names_only,
+        allowed_origins=allowed_origins,
     )
+    if allowed_origins:  # before the guard: a browser asks without a key whether it may send one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     return app
 
 

@@ -5,7 +5,9 @@ paths, headers and callers: no bodies.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -28,16 +30,24 @@ class HttpGuard:
     see this, whose head is too large, or that another site's page made a browser send.
 
     With `local_names_only` it has to be addressed by number or as localhost: a name that a site has
-    pointed at this machine makes a browser take its page for ours.
+    pointed at this machine makes a browser take its page for ours. Pages of `allowed_origins` may
+    do all that their callers may.
     """
 
     def __init__(
-        self, app: ASGIApp, front: Front, max_header_bytes: int, *, local_names_only: bool = False
+        self,
+        app: ASGIApp,
+        front: Front,
+        max_header_bytes: int,
+        *,
+        local_names_only: bool = False,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._front = front
         self._max_header_bytes = max_header_bytes
         self._local_names_only = local_names_only
+        self._allowed_origins = allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -75,7 +85,9 @@ class HttpGuard:
         admitted.set(caller)
         if not caller.is_admin and not _is_for_callers(scope):
             raise Forbidden(f"{scope['path']} is for administrators; use a key with admin rights")
-        if scope["method"] not in ("GET", "HEAD") and _is_of_another_site(headers):
+        is_allowed = not {"*", headers.get("origin")}.isdisjoint(self._allowed_origins)
+        changes = scope["method"] not in ("GET", "HEAD")
+        if changes and not is_allowed and _is_of_another_site(headers):
             raise Forbidden("a page of another site made this request; use this server's own")
         return caller
 
@@ -96,9 +108,14 @@ def _is_of_another_site(headers: Headers) -> bool:
     """Whether a browser sends what another site's page asked for, and adds by itself what opens
     this server: the password that it was told, or where it runs. A page cannot make it add a key.
 
-    Source: W3C, Fetch Metadata Request Headers.
+    Source: W3C, Fetch Metadata Request Headers, which browsers send over TLS and to this machine
+    only; elsewhere there is the origin (WHATWG, Fetch, "Origin").
     """
-    is_own = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is not None:
+        is_own = urlsplit(origin).netloc == headers.get("host", "")
+    else:
+        is_own = site in (None, "same-origin", "none")
     is_password = headers.get("authorization", "basic").lower().startswith("basic")
     has_key = "x-api-key" in headers or not is_password
     return not is_own and not has_key

@@ -5,6 +5,7 @@ the front and its engine's metrics and limits: no requests.
 from __future__ import annotations
 
 import time
+from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ def routes(front: Front) -> list[Route]:
         Route("/health/live", live),
         Route("/health/ready", ready),
         Route("/health", ready),
+        Route("/version", show_version),
         Route("/metrics", metrics),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -39,6 +41,11 @@ async def ready(request: Request) -> Response:
     """200 while requests are served; 503 while loading, draining, stuck or dead."""
     is_ready = front_of(request).is_ready
     return JsonResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+
+async def show_version(request: Request) -> Response:
+    call_of_http(request)
+    return JsonResponse({"version": version("jserve")})
 
 
 def metrics(request: Request) -> Response:

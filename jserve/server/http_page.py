@@ -86,5 +86,10 @@ async def _state(front: Front, since: int) -> dict[str, Any]:
         reason = reason or f"the step that runs takes more than {ANSWER_WITHIN_S:g} s"
     except EngineDead as error:
         status, reason = "stuck" if status == "serving" else status, str(error)
-    limits = engine.processor.limits
-    return {"status": status, "reason": reason, "model": limits.name, "activity": activity}
+    return {
+        "status": status,
+        "reason": reason,
+        "model": engine.processor.limits.name,
+        "is_chat_model": engine.processor.tokenizer.chat_template is not None,
+        "activity": activity,
+    }

@@ -7,7 +7,7 @@ Source: vLLM's endpoints of these names, whose fields these are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -33,17 +33,20 @@ def routes(front: Front) -> list[Route]:
 
 
 async def tokenize(request: Request) -> Response:
-    call_of_http(request)
-    processor = front_of(request).engine.processor
-    body = await read_json(request, dict)
-    return await unless_gone(request, asyncio.to_thread(_tokenized, body, processor))
+    return await _answer(request, _tokenized)
 
 
 async def detokenize(request: Request) -> Response:
-    call_of_http(request)
-    processor = front_of(request).engine.processor
+    return await _answer(request, _detokenized)
+
+
+async def _answer(
+    request: Request, answer: Callable[[dict[str, Any], InputProcessor], Response]
+) -> Response:
+    call = call_of_http(request)
     body = await read_json(request, dict)
-    return await unless_gone(request, asyncio.to_thread(_detokenized, body, processor))
+    with front_of(request).counted(call) as engine:
+        return await unless_gone(request, asyncio.to_thread(answer, body, engine.processor))
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
 
-from jserve.config import EngineConfig, ServerSettings
+from jserve.config import EngineConfig, ServerSettings, parse_origins
 from jserve.engine.async_engine import ENGINE_THREAD
 from jserve.errors import ConfigError, JserveError
 from jserve.flags import config_from_flags, define_flags, list_in_help
@@ -93,7 +93,9 @@ async def _serve(
     server, port = create_server(settings, front, health, logs.interceptors, credentials)
     security = config.security
     is_open = bool(security.insecure or security.api_keys or security.tls_cert)
-    app = logs.around(make_app(front, settings, local_names_only=not is_open))
+    origins = parse_origins(security.allowed_origins)
+    api = make_app(front, settings, local_names_only=not is_open, allowed_origins=origins)
+    app = logs.around(api)
     context = tls.http_context() if tls else None
     http = HttpServer(app, settings, context) if settings.enable_http else None
     await health.refresh()

@@ -64,6 +64,7 @@ _MODEL: Schema = {
     },
     "required": ["id", "object", "created", "owned_by"],
 }
+_VERSION: Schema = {"type": "object", "properties": {"version": fields.TEXT}}
 _ERRORS = {
     "400": "A field or the body is wrong; the message names it",
     "401": "No known key",
@@ -128,6 +129,7 @@ def document() -> dict[str, Any]:
             "/v1/embeddings": {"post": _embeddings()},
             "/v1/models": {"get": operation(models)},
             "/v1/models/{model}": {"get": operation(_MODEL) | {"parameters": [name]}},
+            "/version": {"get": operation(_VERSION)},
             "/tokenize": {"post": operation(_tokens(), tokenize)},
             "/tokenizer_info": {"get": operation({"type": "object"})},
             "/detokenize": {

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta
@@ -20,7 +21,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jserve.errors import CheckpointError, InvalidRequest
+from jserve.errors import CheckpointError, ConfigError, InvalidRequest
 from jserve.text.chat_messages import Message, checked_messages
 from jserve.text.tokenizer import Tokenizer, check_length
 from jserve.text.tools import checked_tools
@@ -106,7 +107,7 @@ class ChatTemplate:
             self.reads = meta.find_undeclared_variables(env.parse(source or ""))
         except TemplateSyntaxError as error:
             raise CheckpointError(
-                f"the model's chat template is broken at line {error.lineno}: {error.message}"
+                f"the chat template is broken at line {error.lineno}: {error.message}"
             ) from error
 
     def render(
@@ -188,6 +189,20 @@ def _unused(texts: Iterable[str]) -> str:
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template that came with a tokenizer's files. Raises CheckpointError if broken."""
     return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+
+def with_chat_template(tokenizer: Tokenizer, path: str) -> Tokenizer:
+    """Gives a tokenizer the Jinja template in a file of the operator's; path "" leaves it its own.
+    Raises ConfigError, naming the file, for one that is missing or broken."""
+    if path:
+        try:
+            tokenizer.chat_template = Path(path).read_text("utf-8")
+            chat_template_of(tokenizer)
+        except (OSError, UnicodeDecodeError, CheckpointError) as error:
+            raise ConfigError(
+                f"chat_template={path!r} is no good: {error}; give a file with a Jinja template"
+            ) from error
+    return tokenizer
 
 
 def encode_chat(

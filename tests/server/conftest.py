@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -63,6 +63,7 @@ async def serving(
     gate: Gate | None = None,
     tls: TlsFiles | None = None,
     access: Access | None = None,
+    allowed_origins: Sequence[str] = (),
     **settings: object,
 ) -> AsyncIterator[Served]:
     """`gate` and `tls` are the servers', `access` is the client's."""
@@ -72,7 +73,8 @@ async def serving(
     all_settings = ServerSettings(port=0, http_port=0, **settings)
     credentials = tls.grpc_credentials() if tls else None
     server, port = create_server(all_settings, front, health, credentials=credentials)
-    app, context = make_app(front, all_settings), tls.http_context() if tls else None
+    app = make_app(front, all_settings, allowed_origins=allowed_origins)
+    context = tls.http_context() if tls else None
     http_server = HttpServer(app, all_settings, context) if http else None
     if loaded:
         front.open(engine)

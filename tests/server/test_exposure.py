@@ -12,7 +12,7 @@ import trustme
 
 from jserve.access import Access
 from jserve.client import GenerateClient
-from jserve.config import EngineConfig, SecuritySettings, ServerSettings, is_loopback
+from jserve.config import EngineConfig, SecuritySettings, ServerSettings, is_loopback, parse_origins
 from jserve.errors import ConfigError, EngineDead, Unauthenticated
 from jserve.messages import GenerateRequest
 from jserve.server.api_keys import add_entry, digest_of, new_key
@@ -73,6 +73,22 @@ def test_half_a_pair_is_refused(half: dict[str, str]):
 def test_authorities_of_callers_need_tls():
     with pytest.raises(ConfigError, match="tls_client_ca"):
         EngineConfig(security=SecuritySettings(tls_client_ca="a"))
+
+
+@pytest.mark.parametrize(
+    "origins",
+    ["app.example", "https://app.example/", "https://App.example", "https://a b", "https://"],
+)
+def test_what_no_browser_would_name_its_origin_is_refused(origins):
+    with pytest.raises(ConfigError, match=r"allowed_origins: .* as in https"):
+        EngineConfig(security=SecuritySettings(allowed_origins=origins))
+
+
+def test_all_origins_may_be_allowed_with_keys_only():
+    with pytest.raises(ConfigError, match=r"allowed_origins=\* opens .* give api_keys"):
+        EngineConfig(security=SecuritySettings(allowed_origins="*"))
+    EngineConfig(security=SecuritySettings(allowed_origins="*", api_keys="keys.toml"))
+    assert parse_origins("https://a.org, http://[::1]:80") == ("https://a.org", "http://[::1]:80")
 
 
 async def test_a_server_for_all_addresses_serves_who_has_a_key_over_tls(tmp_path: Path):

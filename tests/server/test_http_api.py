@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from importlib.metadata import version
 
 import aiohttp
 import pytest
@@ -19,6 +20,15 @@ from jserve.server.http_server import HttpServer
 from jserve.server.quota import CallerQuota, QuotaLimits
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
+
+
+async def test_the_version_is_told():
+    async with (
+        serving(http=True) as served,
+        aiohttp.ClientSession() as session,
+        session.get(served.http + "/version") as response,
+    ):
+        assert await response.json() == {"version": version("jserve")}
 
 
 async def test_o90_health_is_live_and_not_ready_while_loading():

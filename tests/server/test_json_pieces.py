@@ -16,6 +16,7 @@ from jserve.server.json_pieces import bytes_in_pieces, loads_in_pieces
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.lists(st.integers()) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
 )
 BROKEN = (
     *("[1,]", "[1, ]", "[ ,1]", "[,1]", "[1,,2]", "[1, ,2]", "[01,2]", "[1,-,2]", "[1 2]", "[1,2"),
@@ -28,7 +29,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(json_pieces, "_CHUNK_CHARS", 7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(VALUES, st.sampled_from([None, 1]))
 def test_values_are_read_as_by_the_standard_library(value, indent):
     text = json.dumps(value, indent=indent)
@@ -55,7 +56,7 @@ def test_hooks_see_each_number_and_constant():
     assert found == [1, "2.5", ["3.5", "nan"]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(VALUES)
 def test_values_are_written_as_in_one_piece(value):
     assert bytes_in_pieces(value) == json_bytes(value)

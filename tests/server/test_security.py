@@ -201,6 +201,72 @@ async def test_another_sites_page_cannot_make_a_browser_act(keys: Keys, site: st
         assert (await get(s, path, foreign, "POST"))[0] == 403
 
 
+async def test_a_browser_that_tells_no_site_is_known_by_its_origin(keys: Keys):
+    """Over HTTP without TLS, beyond its own machine, a browser tells the origin alone."""
+    path, told = "/debug/profile", basic(f"me:{keys.root}")
+    async with serving(gate=keys.gate(), http=True) as s:
+        for foreign in ("http://evil.example", "null", s.http.replace("http:", "http://x@", 1)):
+            assert (
+                "another site"
+                in (await get(s, path, told | {"origin": foreign}, "POST"))[1]["error"]["message"]
+            )
+        status, body, _ = await get(s, path, told | {"origin": s.http}, "POST")
+        assert (status, "profiles are off" in body["error"]["message"]) == (403, True)
+
+
+ORIGIN = "https://app.example"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+
+
+async def test_pages_of_allowed_origins_may_call_and_read_with_a_key_of_their_own(keys: Keys):
+    alice = keys.add("alice", requests_per_minute=9)
+    path = "/v1/models"
+    async with serving(gate=keys.gate(), http=True, allowed_origins=[ORIGIN]) as s:
+        status, _, headers = await get(s, path, PREFLIGHT, "OPTIONS")  # which has no key
+        assert (status, headers["access-control-allow-origin"]) == (200, ORIGIN)
+        assert "x-stainless-os" in headers["access-control-allow-headers"]
+        assert "POST" in headers["access-control-allow-methods"]
+        assert "access-control-allow-credentials" not in headers
+        asking = {"origin": ORIGIN, "sec-fetch-site": "cross-site"}
+        status, _, headers = await get(s, path, asking | bearer(alice))
+        assert (status, headers["access-control-allow-origin"]) == (200, ORIGIN)
+        assert "x-ratelimit-remaining-requests" in headers["access-control-expose-headers"]
+        status, _, headers = await get(s, path, asking)  # a page reads errors, too
+        assert (status, headers["access-control-allow-origin"]) == (401, ORIGIN)
+        other = {"origin": "https://evil.example"}
+        assert (await get(s, path, PREFLIGHT | other, "OPTIONS"))[0] == 400
+        _, _, headers = await get(s, path, other | bearer(alice))
+        assert "access-control-allow-origin" not in headers
+    async with serving(http=True, allowed_origins=[ORIGIN]) as s:  # nor without keys
+        assert (await get(s, "/v1/completions", asking, "POST"))[0] == 415
+        assert (await get(s, "/v1/completions", asking | other, "POST"))[0] == 403
+    async with serving(http=True) as s:  # by default nobody may
+        assert (await get(s, path, PREFLIGHT, "OPTIONS"))[0] == 403
+        assert "access-control-allow-origin" not in (await get(s, path, asking))[2]
+
+
+async def test_tokenizing_counts_as_a_request_of_its_key(keys: Keys):
+    alice = keys.add("alice", requests_per_minute=2)
+    async with serving(gate=keys.gate(), http=True) as s, aiohttp.ClientSession(s.http) as session:
+        answers = []
+        for path, body in (
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [-1]}),  # a faulty one counts as everywhere
+            ("/tokenize", {"prompt": "a"}),
+        ):
+            async with session.post(path, json=body, headers=bearer(alice)) as response:
+                left = response.headers["x-ratelimit-remaining-requests"]
+                answers.append((response.status, left))
+                headers = response.headers
+        assert answers == [(200, "1"), (400, "0"), (429, "0")]
+        assert 25 < int(headers["retry-after"]) <= 30
+        assert s.engine.metrics.registry.get_sample_value("jserve_quota_refusals_total") == 1
+
+
 async def test_without_keys_anyone_is_served_and_may_look():
     async with serving(http=True) as s:
         assert (await get(s, "/metrics"))[0] == 200
@@ -295,6 +361,28 @@ async def test_requests_at_once_are_counted_over_all_calls_of_a_key(keys: Keys):
         await until(lambda: len(s.engine.live) == 2)
         again.cancel()
         streams[1].cancel()
+
+
+async def test_a_call_that_is_not_read_counts_for_its_key_as_long_as_it_is_open(keys: Keys):
+    alice = keys.add("alice", max_concurrent_requests=1)
+    engine = FakeEngine()
+    engine.padding = "x" * 2000  # all of it is far more than a connection's buffers hold
+    long = pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=5000))
+    async with serving(engine, gate=keys.gate()) as s:
+        stream = s.stub.GenerateStream(long, metadata=Access(api_key=alice).metadata)
+        await stream.initial_metadata()
+        await until(lambda: engine.requests and not engine.live)  # it has ended, unread
+        with pytest.raises(Overloaded, match="1 requests of this key"):
+            await ask(s, alice)
+        await ask(s, keys.root)
+        stream.cancel()
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                try:
+                    await ask(s, alice)
+                    break
+                except Overloaded:
+                    await asyncio.sleep(0.01)
 
 
 async def test_over_http_what_is_left_is_in_the_headers(keys: Keys):

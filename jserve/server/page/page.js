@@ -3,7 +3,7 @@
 
 import * as charts from "./charts.js";
 import * as panels from "./panels.js";
-import { setUpPrompt } from "./prompt.js";
+import { setUpPrompt, suitPrompt } from "./prompt.js";
 
 const POLL_MS = 500;
 const MAX_DOUBLINGS = 3; // of that, after failures in a row
@@ -67,6 +67,7 @@ async function ask() {
 function take(state) {
   model = state.model || model;
   byId("model").textContent = model;
+  if (state.is_chat_model) suitPrompt();
   if (state.activity && activity && state.activity.started !== activity.started) {
     const isPart = state.activity.seq >= activity.seq; // of another engine's steps: ask for all
     steps = [];

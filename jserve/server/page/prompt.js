@@ -2,8 +2,11 @@
 // came from the prefix cache and how long each took, as this browser saw it.
 
 const LATE_MS = [10, 25, 50, 100, 250]; // where the colours of tokens change
+const QUESTION = "Why can a server for language models answer a prompt sooner if another one began "
+  + "with the same words?";
 const byId = (id) => document.getElementById(id);
 
+let isSuited = false;
 let running = null; // the AbortController of the answer that comes
 
 export function setUpPrompt(getModel) {
@@ -25,6 +28,15 @@ export function setUpPrompt(getModel) {
   });
   byId("stop").addEventListener("click", () => running?.abort());
   lookAtTokens(byId("answer"));
+}
+
+/** Has the box begin with a question, for a model that chats. What was typed already stays. */
+export function suitPrompt() {
+  if (isSuited) return;
+  isSuited = true;
+  if (byId("prompt").value !== byId("prompt").defaultValue) return;
+  byId("prompt").value = QUESTION;
+  document.querySelector("[name=kind][value=chat]").checked = true;
 }
 
 function question(model) {

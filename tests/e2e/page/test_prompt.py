@@ -62,6 +62,18 @@ async def test_the_prompt_box_chats(browser):
         assert await tab.page.inner_text("#prompt-tokens") == "user:Hello 😀;>"
 
 
+async def test_the_prompt_box_begins_with_a_question_where_the_model_chats(browser, monkeypatch):
+    question = "document.getElementById('prompt').value.endsWith('?')"
+    for chats in (True, False):
+        engine = arranged("chain")
+        if not chats:
+            monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+        async with serving_real(engine, http=True) as s, opened(browser, s.http) as tab:
+            await tab.says("#status", "idle")
+            assert await tab.page.is_checked("[name=kind][value=chat]") is chats
+            assert await tab.page.evaluate(question) is chats
+
+
 async def test_an_answer_can_be_stopped_and_an_error_is_said(browser):
     engine = arranged("chain")
     async with serving_real(engine, http=True) as s, opened(browser, s.http) as tab:
