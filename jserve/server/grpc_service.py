@@ -93,7 +93,7 @@ def create_server(
             ("grpc.http2.max_ping_strikes", 0),
             # Nor may one that has vanished, or takes nothing of its connection, keep its calls.
             ("grpc.keepalive_time_ms", int(PING_EVERY_S * 1e3)),
-            ("grpc.keepalive_timeout_ms", int(PONG_WITHIN_S * 1e3)),
+            ("grpc.http2.ping_timeout_ms", int(PONG_WITHIN_S * 1e3)),
         ],
     )
     opens_cache = settings.enable_cache_service

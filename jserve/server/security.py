@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_LIMIT_S = 60.0  # of a call's message: calls without one would take the place of others
 HEALTH = "/grpc.health.v1.Health/"
+WATCH = HEALTH + "Watch"  # the one question of health that stays open
 # What shows or changes something of all callers.
 ADMIN_METHODS = (
     "/jserve.v1.CacheService/",
@@ -118,6 +119,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
         self._gate = gate
         self._max_open = max_open_streams
         self._num_open = 0
+        self._num_watches = 0
 
     async def intercept_service(
         self,
@@ -126,6 +128,8 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        if handler is not None and method == WATCH:
+            return handler._replace(unary_stream=self._watching(handler.unary_stream))
         if handler is None or method.startswith(HEALTH):
             return handler
         # Whatever it is to be, as a stream of requests it is called before any of them is read.
@@ -139,6 +143,21 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    def _watching(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """They need no key, so they are counted apart: they cannot take a place of other calls."""
+
+        async def watch(request: Any, context: grpc.aio.ServicerContext) -> None:
+            if self._num_watches >= self._max_open:
+                error = Overloaded(f"{self._num_watches} watch health already; ask with Check")
+                await end_with_status(context, error)
+            self._num_watches += 1
+            try:
+                await inner(request, context)
+            finally:
+                self._num_watches -= 1
+
+        return watch
 
     def _unary(self, handler: grpc.RpcMethodHandler, method: str) -> Callable[..., Any]:
         inner = handler.stream_unary or handler.unary_unary

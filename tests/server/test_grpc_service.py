@@ -16,6 +16,7 @@ from jserve.errors import (
 )
 from jserve.messages import GenerateRequest, joined
 from jserve.sampling_params import SamplingParams
+from jserve.server import grpc_service
 from jserve.server.grpc_service import SERVICE
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.wire import request_to_proto
@@ -341,3 +342,16 @@ async def test_an_engine_stream_that_just_stops_is_an_internal_error(served):
     with pytest.raises(JserveError, match="INTERNAL"):
         await served.client.generate(asking(1))
     assert served.engine.abort_calls == ["cut"]
+
+
+async def test_a_connection_that_answers_no_pings_is_closed_with_its_calls(monkeypatch):
+    monkeypatch.setattr(grpc_service, "PING_EVERY_S", 0.2)
+    monkeypatch.setattr(grpc_service, "PONG_WITHIN_S", 0.2)
+    async with serving() as s:
+        reader, writer = await asyncio.open_connection(*s.target.split(":"))
+        # HTTP/2's preface and an empty SETTINGS frame (RFC 9113, 3.4 and 6.5), then nothing.
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        async with asyncio.timeout(TIMEOUT_S):
+            await reader.read()  # to its end
+        writer.close()
+        assert (await s.client.generate(asking(2))).text == "t0 t1 "

@@ -427,6 +427,22 @@ async def test_one_call_too_many_is_refused_over_grpc_and_health_never_is():
             stream.cancel()
 
 
+async def test_strangers_who_watch_health_are_bounded_and_take_no_place_of_others(keys: Keys):
+    question = health_pb2.HealthCheckRequest()
+    async with serving(gate=keys.gate(), max_open_streams=2) as s:
+        watches = [s.health_stub.Watch(question) for _ in range(2)]
+        for watch_ in watches:
+            assert (await watch_.read()).status
+        third = s.health_stub.Watch(question)
+        assert await third.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(s, keys.root) == "t0 t1 "
+        assert (await s.health_stub.Check(question)).status
+        watches[0].cancel()
+        async with asyncio.timeout(TIMEOUT_S):
+            while not await s.health_stub.Watch(question).read():
+                pass
+
+
 async def test_what_shows_all_callers_is_for_administrators_among_routers_methods(keys: Keys):
     alice = keys.add("alice")
     async with serving(gate=keys.gate(), enable_cache_service=True) as s:
