@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jserve.json_pieces import pieces
 from jserve.messages import GenerateRequest, RequestUpdate, TokenLogprobs, Usage
 from jserve.openai_format import Endpoint
 from jserve.openai_http import HttpBody
@@ -24,6 +25,10 @@ from jserve.text.tool_calls import OutputDelta, OutputParser
 DONE = "data: [DONE]\n\n"
 # ASCII: some clients take other Unicode line separators for the end of an event.
 encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _in_pieces(value: Any) -> str:
+    return "".join(pieces(value, encode))
 
 
 def event(fields: Mapping[str, Any]) -> str:
@@ -224,11 +229,13 @@ class ChunkWriter:
             fields["stop_reason"] = None if self._call.is_echo_alone else update.stop_reason
         if self._wants_ids:
             fields["token_ids"] = choice.token_ids
-        text = f"{self._head}{encode(fields)}]"
+        # A chunk with a whole prompt's log-probabilities is large, and made in a thread.
+        written = encode if choice.num_tokens else _in_pieces
+        text = f"{self._head}{written(fields)}]"
         choice.token_ids, choice.logprobs = [], []
         if self._body.continuous_usage:
             usage = Usage(len(self._prompt_ids), choice.num_tokens, 0)
             more = {"usage": usage_body(self._call, usage), **(more or {})}
         if more:
-            text += f",{encode(more)[1:-1]}"
+            text += f",{written(more)[1:-1]}"
         return text + "}\n\n"

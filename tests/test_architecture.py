@@ -21,7 +21,7 @@ HARD_LIMIT_FUNCTION_LINES, HARD_LIMIT_KERNEL_BODY_LINES = 60, 150
 # A part is the longest prefix that fits a module; jserve's own leaves are open to all of jserve.
 LEAVES = (
     *("jserve.errors", "jserve.config", "jserve.messages", "jserve.sampling_params"),
-    "jserve.structured",
+    *("jserve.structured", "jserve.json_pieces"),
 )
 OPENAI = (
     "embeddings",
@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "jserve.sampling_params": (),
     "jserve.messages": (),
     "jserve.structured": (),
+    "jserve.json_pieces": (),
 }
 RUNNER_SEES_OF_SCHEDULER = {"scheduler.packer", "scheduler.bucket"}
 THIRD_PARTY = {
@@ -68,6 +69,7 @@ THIRD_PARTY = {
     "jserve.sampling_params": set(),
     "jserve.messages": {"numpy"},  # an embedding is an array
     "jserve.structured": set(),
+    "jserve.json_pieces": set(),
 }
 ENTRY_POINTS = {"jserve.llm", "jserve.server.main", "jserve.batch.main"}  # may ask build.py
 WITHOUT_JAX = (

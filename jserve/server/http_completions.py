@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jserve.errors import RequestFailed
+from jserve.json_pieces import bytes_in_pieces
 from jserve.messages import GenerateRequest, RequestUpdate, Usage
 from jserve.offline import RequestOutput, output_of
 from jserve.openai_format import Endpoint
@@ -40,6 +41,8 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+
+INLINE_CHOICES = 16  # an answer of more is written in a thread, so that streams keep flowing
 
 Take = Callable[[int, RequestUpdate], Awaitable[None]]  # of the request with this index
 
@@ -112,11 +115,14 @@ class _Generation:
         await _read_all(answers, take)
         outputs = [output_of(*pair) for pair in zip(self._requests, updates, strict=True)]
         sampling = self._body.call.request.sampling
-        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        if len(outputs) * sampling.n <= INLINE_CHOICES and not has_logprobs:
             return self._response(outputs)
-        return await asyncio.to_thread(self._response, outputs)  # a long one takes its time
+        return await asyncio.to_thread(self._response, outputs, bytes_in_pieces)  # it may be long
 
-    def _response(self, outputs: Sequence[RequestOutput]) -> Response:
+    def _response(
+        self, outputs: Sequence[RequestOutput], encode: Callable[[Any], bytes] = json_bytes
+    ) -> Response:
         about: dict[str, Any] = {
             "model": self._model,
             "created": self._created,
@@ -127,10 +133,7 @@ class _Generation:
             body = response_of_prompts(call, outputs, request_id=self._request_id, **about)
         else:
             body = response_body(call, outputs[0], new_parser=self._new_parser, **about)
-        # Piece by piece: no other thread runs while one is encoded.
-        choices = b",".join(map(json_bytes, body.pop("choices")))
-        data = json_bytes(body)[:-1] + b',"choices":[' + choices + b"]}"
-        return Response(data, media_type="application/json", headers=self._headers)
+        return Response(encode(body), media_type="application/json", headers=self._headers)
 
     async def _stream(self, answers: Sequence[Answer], send: Send) -> None:
         """Sends events as updates come. Until the first, an error still has a status of its own;

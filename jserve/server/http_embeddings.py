@@ -20,6 +20,7 @@ from jserve.errors import (
     Overloaded,
     RequestFailed,
 )
+from jserve.json_pieces import bytes_in_pieces
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.openai_embeddings import EmbeddingsCall, embeddings_body, read_embeddings_body
 from jserve.server.front import Answer, Call, Front
@@ -30,7 +31,6 @@ from jserve.server.http_request import (
     read_json,
     unless_gone,
 )
-from jserve.server.json_pieces import bytes_in_pieces
 from jserve.server.quota import one_request
 
 MAX_IN_FLIGHT = 256  # inputs of one call in the engine at once: the queue is for other calls too

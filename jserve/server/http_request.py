@@ -18,11 +18,11 @@ from starlette.requests import Request
 
 from jserve.config import ServerSettings
 from jserve.errors import Forbidden, InvalidRequest
+from jserve.json_pieces import INLINE_BYTES, loads_in_pieces
 from jserve.messages import GenerateRequest
 from jserve.server.caller import admitted
 from jserve.server.front import Call, Front
 from jserve.server.http_errors import ID_HEADER, ClientGone
-from jserve.server.json_pieces import INLINE_BYTES, loads_in_pieces
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 _MAX_ID_CHARS = 200

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from jserve.errors import DeadlineExceeded, InvalidRequest
+from jserve.json_pieces import INLINE_BYTES
 from jserve.messages import GenerateRequest
-from jserve.server.json_pieces import INLINE_BYTES
 from jserve.server.status import end_with_status
 
 Context: TypeAlias = grpc.aio.ServicerContext

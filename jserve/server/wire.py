@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jserve.errors import InvalidRequest
+from jserve.json_pieces import INLINE_BYTES, loads_in_pieces
 from jserve.messages import GenerateRequest, RequestUpdate, Timings, TokenLogprobs, Usage
-from jserve.server.json_pieces import INLINE_BYTES, loads_in_pieces
 from jserve.server.proto import generate_pb2 as pb
 from jserve.server.wire_sampling import sampling_from_proto, sampling_to_proto
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jserve.server import json_pieces
+from jserve import json_pieces
+from jserve.json_pieces import bytes_in_pieces, loads_in_pieces
 from jserve.server.http_errors import json_bytes
-from jserve.server.json_pieces import bytes_in_pieces, loads_in_pieces
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from json import decoder, scanner
 from typing import Any
 
 INLINE_BYTES = 2**16  # longer messages are read in a thread
 _CHUNK_CHARS = 2**15
+_UNICODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ASCII = json.JSONEncoder(separators=(",", ":")).encode
+_CONTAINERS = (dict, list, tuple)
 _INTEGERS = re.compile(r"[0-9,\s-]*")
 
 
@@ -56,10 +59,26 @@ def _integers_end(text: str, at: int) -> int:
 
 
 def bytes_in_pieces(value: Any) -> bytes:
-    """Returns what `http_errors.json_bytes` does."""
-    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-    text = "".join(encoder.iterencode(value))
+    """Returns compact UTF-8, in which half surrogate pairs are escapes; keys are texts."""
     try:
-        return text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-        return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(value)).encode()
+        return "".join(pieces(value, _UNICODE)).encode()
+    except UnicodeEncodeError:
+        return "".join(pieces(value, _ASCII)).encode()
+
+
+def pieces(value: Any, encode: Callable[[Any], str]) -> Iterator[str]:
+    """Yields the JSON of a value, whose keys are texts. What holds no containers is one piece, made
+    by `encode`."""
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, _CONTAINERS) or not any(isinstance(v, _CONTAINERS) for v in inner):
+        yield encode(value)
+    elif isinstance(value, dict):
+        for index, (key, item) in enumerate(value.items()):
+            yield f"{',' if index else '{'}{encode(key)}:"
+            yield from pieces(item, encode)
+        yield "}"
+    else:
+        for index, item in enumerate(value):
+            yield "," if index else "["
+            yield from pieces(item, encode)
+        yield "]"
