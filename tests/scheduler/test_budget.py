@@ -198,10 +198,10 @@ def test_to_decide_costs_microseconds():
     budgeter = StepBudgeter(config(), taught(SyntheticDevice()))
     rounds = []
     for _ in range(7):
-        begin = time.perf_counter()
+        begin = time.thread_time()  # what other processes take does not count
         for n in range(300):
             decide(budgeter, num_decodes=1 + 7 * n % 60, prefill_context=37 * n % 700)
-        rounds.append((time.perf_counter() - begin) / 300)
+        rounds.append((time.thread_time() - begin) / 300)
     assert statistics.median(rounds) < 40e-6
 
 
