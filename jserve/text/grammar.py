@@ -14,29 +14,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from jserve.errors import InvalidRequest, Overloaded
 from jserve.structured import StructuredOutput
 from jserve.text.grammar_source import grammar_source
+from jserve.text.grammar_trial import COMPILE_STACK_BYTES, LIMITS, GrammarTrials
 from jserve.text.tokenizer import Tokenizer
 
-# A chain of definitions recurses once per link: 128 KiB of them need up to 64 MiB of stack.
-COMPILE_STACK_BYTES = 2**28
 WAIT_S = 30.0  # for others that compile
-MAX_COMPILING = 2  # threads that compile at once; one whose time ran out counts until it ends
+MAX_COMPILING = 2  # at once, in processes and threads; one whose time ran out counts until it ends
 # A mask asks how a forced text is written, at each of its tokens: 0.25 ms for 1000 characters. So
 # the text is cut; up to 4 tokens at the cut are dropped, for what follows could change them, and
 # llguidance drops as many again.
 MIN_FORCED_TOKENS, NUM_TOKENS_AT_CUT = 12, 4
 MAX_ERROR_CHARS = 300
-LIMITS = LLParserLimits(
-    max_lexer_states=50_000,  # 1 to 2 kB each, kept as long as the grammar
-    max_items_in_row=1000,  # an ambiguous grammar: 40 ms for one mask, growing with the square
-    step_lexer_fuel=200_000,  # 14 ms for one mask
-    step_max_items=50_000,  # 3 ms for one mask
-    verbose_errors=False,
-)
 
 
 class GrammarCompiler:
@@ -70,6 +62,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
+        self._trials: GrammarTrials | None = None
         self._compiling = threading.Semaphore(MAX_COMPILING)
 
     def warm_up(self) -> LLTokenizer:
@@ -87,6 +80,8 @@ class GrammarCompiler:
                     )
                 except BaseException as error:
                     raise _refusal("this vocabulary has no structured output", error) from error
+                special = {id: words.tokens[id] for id in words.special_token_ids}
+                self._trials = GrammarTrials(self.vocab_size, special, self._eos_token_ids)
             return self._vocabulary
 
     def is_known(self, spec: StructuredOutput) -> bool:
@@ -124,6 +119,11 @@ class GrammarCompiler:
         vocabulary = self.warm_up()
         if not self._compiling.acquire(timeout=WAIT_S):
             raise Overloaded(f"{MAX_COMPILING} other grammars are being compiled; try again later")
+        try:
+            self._try(spec, source)
+        except BaseException:
+            self._compiling.release()
+            raise
         future: Future[Grammar] = Future()
 
         def run() -> None:
@@ -142,9 +142,22 @@ class GrammarCompiler:
         try:
             return future.result(self._timeout_s)
         except TimeoutError as error:
-            raise InvalidRequest(
-                f"{spec.kind} took more than {self._timeout_s} s to compile; use a simpler one"
-            ) from error
+            raise self._too_slow(spec) from error
+
+    def _try(self, spec: StructuredOutput, source: str) -> None:
+        """Refuses what takes too long, or crashes, in a process that can be ended."""
+        assert self._trials is not None, "they start with the vocabulary"
+        try:
+            if self._trials.passes(source, self._timeout_s):
+                return
+        except OSError as error:
+            raise Overloaded(f"no process could be started: {error}; try again later") from error
+        raise self._too_slow(spec)
+
+    def _too_slow(self, spec: StructuredOutput) -> InvalidRequest:
+        return InvalidRequest(
+            f"{spec.kind} took more than {self._timeout_s} s to compile; use a simpler one"
+        )
 
     def _build(self, spec: StructuredOutput, source: str, vocabulary: LLTokenizer) -> Grammar:
         state = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
@@ -242,7 +255,7 @@ def _refusal(name: str, error: BaseException) -> BaseException:
 
 
 def _one_line(text: str) -> str:
-    text = " ".join(text.replace("<non-verbose/>", "").split())
+    text = " ".join(text.replace("<non-verbose/>", "").partition("<backtrace>")[0].split())
     if text == "NoExtensionBias":
         text = "no token of this model can come next"
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
