@@ -36,6 +36,7 @@ class KvSubscription:
 
     def __init__(self, max_batches: int = MAX_BATCHES) -> None:
         self.is_behind = True  # until it is told all anew
+        self._has_failed = False
         self._max_batches = max_batches
         self._batches: asyncio.Queue[KvEventBatch | Exception] = asyncio.Queue()
 
@@ -44,8 +45,8 @@ class KvSubscription:
         self._batches.put_nowait(whole)
 
     def offer(self, batch: KvEventBatch) -> None:
-        """Adds a batch; one too many drops all that wait."""
-        if self.is_behind:
+        """Adds a batch; one too many drops all that wait, but for an error."""
+        if self.is_behind or self._has_failed:
             return
         if self._batches.qsize() < self._max_batches:
             self._batches.put_nowait(batch)
@@ -55,6 +56,8 @@ class KvSubscription:
             self._batches.get_nowait()
 
     def fail(self, error: Exception) -> None:
+        """Lets an error be the last that the reader gets."""
+        self._has_failed = True
         self._batches.put_nowait(error)
 
     async def get(self) -> KvEventBatch:

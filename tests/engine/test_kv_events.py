@@ -147,6 +147,17 @@ async def test_a_failed_subscription_gives_what_it_has_and_then_its_error(cache,
         await reader.read()
 
 
+async def test_a_slow_reader_hears_of_the_end_whatever_was_on_its_way_then(cache, feed):
+    reader = Reader(max_batches=1)
+    feed.subscribe(reader.subscription)
+    reader.subscription.fail(EngineDead("the engine has stopped"))
+    cache.store(b"a")
+    feed.publish()
+    await reader.read()
+    with pytest.raises(EngineDead):
+        await reader.read()
+
+
 def test_the_events_are_those_of_the_scheduler():
     from scheduler import kv_events
 
