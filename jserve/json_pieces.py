@@ -15,8 +15,7 @@ from typing import Any
 
 INLINE_BYTES = 2**16  # longer messages are read in a thread
 _CHUNK_CHARS = 2**15
-_UNICODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_ASCII = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _CONTAINERS = (dict, list, tuple)
 _INTEGERS = re.compile(r"[0-9,\s-]*")
 
@@ -58,12 +57,18 @@ def _integers_end(text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def bytes_in_pieces(value: Any) -> bytes:
-    """Returns compact UTF-8, in which half surrogate pairs are escapes; keys are texts."""
-    try:
-        return "".join(pieces(value, _UNICODE)).encode()
-    except UnicodeEncodeError:
-        return "".join(pieces(value, _ASCII)).encode()
+def chunks_of(value: Any) -> Iterator[bytes]:
+    """Yields compact UTF-8, in which half surrogate pairs are escapes, some 32 KiB at a time; keys
+    are texts."""
+    parts: list[str] = []
+    size = 0
+    for piece in pieces(value, _encode):
+        parts.append(piece)
+        size += len(piece)
+        if size >= _CHUNK_CHARS:
+            yield "".join(parts).encode(errors="backslashreplace")
+            parts, size = [], 0
+    yield "".join(parts).encode(errors="backslashreplace")
 
 
 def pieces(value: Any, encode: Callable[[Any], str]) -> Iterator[str]:

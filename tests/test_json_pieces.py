@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jserve import json_pieces
-from jserve.json_pieces import bytes_in_pieces, loads_in_pieces
+from jserve.json_pieces import chunks_of, loads_in_pieces
 from jserve.server.http_errors import json_bytes
 
 VALUES = st.recursive(
@@ -59,8 +59,11 @@ def test_hooks_see_each_number_and_constant():
 @settings(max_examples=25, deadline=None)
 @given(VALUES)
 def test_values_are_written_as_in_one_piece(value):
-    assert bytes_in_pieces(value) == json_bytes(value)
+    assert b"".join(chunks_of(value)) == json_bytes(value)
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape():
-    assert bytes_in_pieces(["é", "\ud800"]) == json_bytes(["é", "\ud800"])
+    value = ["é", "\ud800", {"\udfff": []}]
+    text = b"".join(chunks_of(value))
+    assert text == json_bytes(value) == '["é","\\ud800",{"\\udfff":[]}]'.encode()
+    assert json.loads(text) == value

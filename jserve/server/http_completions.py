@@ -18,7 +18,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jserve.errors import RequestFailed
-from jserve.json_pieces import bytes_in_pieces
 from jserve.messages import GenerateRequest, RequestUpdate, Usage
 from jserve.offline import RequestOutput, output_of
 from jserve.openai_format import Endpoint
@@ -26,7 +25,7 @@ from jserve.openai_http import HttpBody, read_http_body
 from jserve.openai_response import body_head, response_body, response_of_prompts
 from jserve.openai_stream import DONE, ChunkWriter, event, usage_event
 from jserve.server.front import Answer, Call, Front
-from jserve.server.http_errors import ClientGone, error_body, json_bytes
+from jserve.server.http_errors import ClientGone, JsonResponse, error_body, long_json
 from jserve.server.http_request import (
     as_headers_say,
     call_of_http,
@@ -117,12 +116,10 @@ class _Generation:
         sampling = self._body.call.request.sampling
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         if len(outputs) * sampling.n <= INLINE_CHOICES and not has_logprobs:
-            return self._response(outputs)
-        return await asyncio.to_thread(self._response, outputs, bytes_in_pieces)  # it may be long
+            return JsonResponse(self._answer(outputs), headers=self._headers)
+        return long_json(await asyncio.to_thread(self._answer, outputs), self._headers)
 
-    def _response(
-        self, outputs: Sequence[RequestOutput], encode: Callable[[Any], bytes] = json_bytes
-    ) -> Response:
+    def _answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         about: dict[str, Any] = {
             "model": self._model,
             "created": self._created,
@@ -130,10 +127,8 @@ class _Generation:
         }
         call = self._body.call
         if len(outputs) > 1:
-            body = response_of_prompts(call, outputs, request_id=self._request_id, **about)
-        else:
-            body = response_body(call, outputs[0], new_parser=self._new_parser, **about)
-        return Response(encode(body), media_type="application/json", headers=self._headers)
+            return response_of_prompts(call, outputs, request_id=self._request_id, **about)
+        return response_body(call, outputs[0], new_parser=self._new_parser, **about)
 
     async def _stream(self, answers: Sequence[Answer], send: Send) -> None:
         """Sends events as updates come. Until the first, an error still has a status of its own;

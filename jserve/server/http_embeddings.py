@@ -20,10 +20,10 @@ from jserve.errors import (
     Overloaded,
     RequestFailed,
 )
-from jserve.json_pieces import bytes_in_pieces
 from jserve.messages import GenerateRequest, RequestUpdate
 from jserve.openai_embeddings import EmbeddingsCall, embeddings_body, read_embeddings_body
 from jserve.server.front import Answer, Call, Front
+from jserve.server.http_errors import long_json
 from jserve.server.http_request import (
     as_headers_say,
     call_of_http,
@@ -60,8 +60,7 @@ def _response(
 ) -> Response:
     vectors = [u.embedding for u in updates if u.embedding is not None]
     usages = [u.usage for u in updates if u.usage is not None]
-    body = bytes_in_pieces(embeddings_body(asked, vectors, usages, model=model))
-    return Response(body, media_type="application/json", headers=headers)
+    return long_json(embeddings_body(asked, vectors, usages, model=model), headers)
 
 
 class _Inputs:

@@ -10,11 +10,12 @@ import json
 import logging
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jserve.errors import (
@@ -28,6 +29,7 @@ from jserve.errors import (
     trace_of,
     wire_code,
 )
+from jserve.json_pieces import chunks_of
 
 MAX_MESSAGE_CHARS = 1000
 ID_HEADER = "x-request-id"
@@ -153,10 +155,14 @@ class JsonResponse(Response):
 
 def json_bytes(value: Any) -> bytes:
     """Returns compact UTF-8; half surrogate pairs, which models can make, stay escapes."""
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
+
+
+def long_json(value: Any, headers: Mapping[str, str]) -> Response:
+    """Returns an answer that may be of many megabytes: it is written by threads, while it is taken,
+    and never all in memory."""
+    return StreamingResponse(chunks_of(value), media_type="application/json", headers=headers)
 
 
 def _field_of(message: str) -> str | None:

@@ -380,3 +380,15 @@ async def test_other_streams_go_on_while_many_prompts_are_prepared():
         count()
         await whole(session, "/v1/completions", prompt=["a", "b", "c", "d"], max_tokens=1)
     assert at_submit == sorted(set(at_submit)), "the loop turns between two of them"
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 2}, {"n": 20}])
+async def test_an_answer_that_may_be_long_is_written_while_it_is_taken(more):
+    async with api() as (_, session):
+        async with session.post("/v1/completions", json=TEXT | more) as response:
+            assert response.headers["transfer-encoding"] == "chunked"
+            long = await response.json()
+        short = await whole(session, "/v1/completions", **TEXT)
+        assert long.keys() == short.keys()
+        assert long["choices"][0]["text"] == short["choices"][0]["text"]
+        assert len(long["choices"]) == more.get("n", 1)
