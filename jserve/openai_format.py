@@ -191,7 +191,7 @@ def _take_logprobs(fields: dict[str, Any], chat: bool) -> int | None:
     top = fields.pop("top_logprobs", None)
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidRequest(f"logprobs={wanted!r} is not true or false")
-    if top is not None and not wanted:
+    if top is not None and not wanted and (type(top) is not int or top != 0):
         raise InvalidRequest("top_logprobs needs logprobs=true")
     if not wanted:
         return None

@@ -180,7 +180,9 @@ def test_o35_chat_logprobs_is_a_switch_and_top_logprobs_a_count():
     assert read_chat(logprobs=True).request.sampling.logprobs == 0
     assert read_chat(logprobs=True, top_logprobs=3).request.sampling.logprobs == 3
     assert read_chat(logprobs=False).request.sampling.logprobs is None
-    for wrong in ({"top_logprobs": 3}, {"logprobs": False, "top_logprobs": 3}, {"logprobs": 3}):
+    assert read_chat(logprobs=False, top_logprobs=0).request.sampling.logprobs is None  # as vLLM
+    wrongs = ({"top_logprobs": 3}, {"top_logprobs": False}, {"logprobs": 3})
+    for wrong in (*wrongs, {"logprobs": False, "top_logprobs": 3}):
         with pytest.raises(InvalidRequest, match="logprobs"):
             read_chat(**wrong)
 
