@@ -50,6 +50,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def backend_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The vocabulary alone of `tokenizer_from_gguf`, without the settings around it."""
+    try:
+        return _backend(metadata)
+    except (TypeError, AttributeError) as error:  # an item of another kind than its list's
+        raise CheckpointError(f"GGUF metadata tokenizer.ggml.* is malformed: {error}") from error
+
+
+def _backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     kind = _get(metadata, "model", str)
     if kind not in KINDS:
         raise CheckpointError(
@@ -81,9 +88,9 @@ def _get(metadata: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if token_id is not None and not 0 <= token_id < num_tokens:
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < num_tokens):
         raise CheckpointError(
-            f"tokenizer.ggml.{name}_token_id={token_id} is outside the {num_tokens} tokens"
+            f"tokenizer.ggml.{name}_token_id={token_id!r} is none of the {num_tokens} tokens"
         )
     return token_id
 

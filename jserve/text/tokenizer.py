@@ -307,7 +307,7 @@ def _eos_ids(folder: Path, own: int | None) -> list[int]:
     if eos is None:
         eos = _read_json(folder / "config.json").get("eos_token_id")
     listed = eos if isinstance(eos, list) else [eos]
-    return [id for id in (own, *listed) if isinstance(id, int)]
+    return [id for id in (own, *listed) if isinstance(id, int) and id >= 0]  # -1: there is none
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

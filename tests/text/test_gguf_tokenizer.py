@@ -148,7 +148,10 @@ def test_O07_unused_padding_tokens_decode_to_nothing(byte_level_metadata):
         ({"merges": None}, r"tokenizer\.ggml\.merges is NoneType"),
         ({"merges": ["zq zq"]}, "merges do not fit"),
         ({"merges": ["zq"]}, "merges do not fit"),
-        ({"eos_token_id": 9999}, "eos_token_id=9999 is outside"),
+        ({"merges": [7]}, "malformed: 'int' object"),
+        ({"token_type": 7}, "malformed: object of type 'int'"),
+        ({"eos_token_id": 9999}, "eos_token_id=9999 is none of"),
+        ({"bos_token_id": "1"}, "bos_token_id='1' is none of"),
         ({"tokens": []}, "0 entries"),
     ],
 )

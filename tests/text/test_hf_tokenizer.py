@@ -62,6 +62,12 @@ def test_eos_ids_come_from_config_where_generation_config_has_none(folder):
     assert load_tokenizer(folder).eos_token_ids == (2, 7)
 
 
+def test_an_eos_id_of_minus_one_is_none(folder):
+    folder_with(folder, tokenizer_config={}, generation_config={"eos_token_id": -1})
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token_ids, tokenizer.eos_token) == ((), "")
+
+
 @pytest.mark.parametrize(("flag", "wanted"), [(True, True), (False, False), (None, True)])
 def test_O70_bos_is_added_as_the_config_or_else_the_post_processor_says(folder, flag, wanted):
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
