@@ -94,7 +94,7 @@ def bomb(tmp_path: Path) -> tuple[Bomb, bytes]:
 def load_all(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder), "")
     load(checkpoint)
-    _tokenizer_of(checkpoint)
+    _tokenizer_of(checkpoint, "")
 
 
 def test_files_that_ask_to_be_unpickled_are_passed_over_beside_a_good_model(tmp_path, bomb):
