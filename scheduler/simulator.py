@@ -40,6 +40,7 @@ class Recorder(Protocol):
         pages_cached: int,
         num_waiting: int,
         num_running: int,
+        /,
     ) -> None:
         """Steps of equal rows, one after another; `context_tokens` is the first one's."""
 

@@ -104,26 +104,10 @@ class Recorder:
         self._num_gaps = 0
         self._new_preemptions = 0
 
-    def on_steps(
-        self,
-        start_s: float,
-        durations_s: np.ndarray,
-        decode_rows: int,
-        prefill_tokens: int,
-        num_chunks: int,
-        context_tokens: int,
-        pages_used: int,
-        pages_cached: int,
-        num_waiting: int,
-        num_running: int,
-    ) -> None:
-        """Hears of n steps of equal rows, one after another. Shape: durations_s f64[n]."""
-        self.timeline.add(
-            start_s,
-            durations_s,
-            *(decode_rows, prefill_tokens, num_chunks, context_tokens, pages_used, pages_cached),
-            *(num_waiting, num_running, 0.0, self._new_preemptions),
-        )
+    def on_steps(self, start_s: float, durations_s: np.ndarray, *counts: float) -> None:
+        """Hears of n steps of equal rows, one after another: of each the first of
+        `timeline.COUNTS`, up to those that run. Shape: durations_s f64[n]."""
+        self.timeline.add(start_s, durations_s, *counts, 0.0, self._new_preemptions)
         self._new_preemptions = 0
 
     def on_gaps(self, gaps_s: np.ndarray, count: int) -> None:
