@@ -21,20 +21,22 @@ TEXT
 }
 
 venv=.venv versions=("${PYTHON_VERSIONS[@]}") lint=true accelerators=true pytest=(--durations=15)
+# Half of the time goes into compiling and into waiting, each of which leaves cores idle.
+together=(--numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
 for argument in "$@"; do
   case $argument in
     --quick) pytest+=(-m "not slow") accelerators=false ;;
     --gemma) pytest+=(--gemma) ;;
     --nightly)
       pytest+=(--nightly -s tests/scheduler/test_{scheduler_properties,prefix_cache_model}.py)
-      accelerators=false
+      accelerators=false together=()
       ;;
     --no-accelerators) accelerators=false ;;
     --python=*)
       versions=("${argument#*=}") venv=.venv-${argument#*=} lint=false accelerators=false
       ;;
     --help | -h) usage && exit ;;
-    *) pytest+=("$argument") accelerators=false ;;
+    *) pytest+=("$argument") accelerators=false together=() ;;
   esac
 done
 
@@ -52,7 +54,7 @@ if $lint; then
 fi
 
 begin=$(now_ms)
-"$venv/bin/python" -m pytest "${pytest[@]}" # not zero also where no test was selected
+"$venv/bin/python" -m pytest "${together[@]}" "${pytest[@]}" # not zero also where no test was selected
 say "Tests: passed, $(since_ms "$begin")"
 
 if $accelerators; then
