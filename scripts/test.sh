@@ -14,21 +14,22 @@ there, in .venv-accelerators. The default model is fetched on first use.
   --quick            leave out the slow tests and the compilers for accelerators
   --gemma            also the tests on Gemma 3 270M: fetches 240 MB, under Gemma's own terms of use
   --nightly          only random search: a million steps through the scheduler, a long one through
-                     the prefix cache
+                     the prefix cache, thousands of JSON schemas
   --no-accelerators  leave out the compilers for accelerators, as any argument of pytest does
   --python=VERSION   3.11, 3.12 or 3.13, in an environment of its own, .venv-VERSION; tests only
 TEXT
 }
 
 venv=.venv versions=("${PYTHON_VERSIONS[@]}") lint=true accelerators=true pytest=(--durations=15)
-# Half of the time goes into compiling and into waiting, each of which leaves cores idle.
+# Compiling and waiting, half of the time, leave cores idle. The order of files keeps the long first.
 together=(--numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
 for argument in "$@"; do
   case $argument in
     --quick) pytest+=(-m "not slow") accelerators=false ;;
     --gemma) pytest+=(--gemma) ;;
     --nightly)
-      pytest+=(--nightly -s tests/scheduler/test_{scheduler_properties,prefix_cache_model}.py)
+      pytest+=(--nightly -s tests/scheduler/test_{scheduler_properties,prefix_cache_model}.py
+        tests/text/test_{grammar_json,json_schema_rewrites}.py)
       accelerators=false together=()
       ;;
     --no-accelerators) accelerators=false ;;

@@ -302,7 +302,8 @@ async def test_the_calls_deadline_reaches_the_engine_and_aborts(stepped):
         pb.GenerateRequest(prompt="x", timeout_s=1000.0), timeout=1.0
     )
     assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < stepped.engine.requests[0].timeout_s <= 1.0
+    # gRPC's header holds a time of two digits or three, rounded up
+    assert 0 < stepped.engine.requests[0].timeout_s < 1.02
     await until(lambda: not stepped.engine.live)
 
 
