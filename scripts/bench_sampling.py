@@ -45,6 +45,7 @@ FEATURES: dict[str, tuple[Wants, dict[str, float]]] = {
     "top-k 50": (Wants.RANDOM | Wants.TRUNCATION, {**RANDOM, "top_k": 50}),
     "top-p 0.95": (Wants.RANDOM | Wants.TRUNCATION, {**RANDOM, "top_p": 0.95}),
     "min-p 0.05": (Wants.RANDOM | Wants.TRUNCATION, {**RANDOM, "min_p": 0.05}),
+    "k 64, p 0.95": (Wants.RANDOM | Wants.TRUNCATION, {**RANDOM, "top_k": 64, "top_p": 0.95}),
     "all three": (
         Wants.RANDOM | Wants.TRUNCATION,
         {**RANDOM, "top_k": 50, "top_p": 0.95, "min_p": 0.05},
@@ -103,7 +104,7 @@ def cost_of_existence(D: int, V: int) -> None:
         hidden = jax.random.normal(jax.random.key(1), (D, num_rows))
         options = SimpleNamespace(model=MODEL, mesh=make_mesh(1), processed_logprobs=False)
         choose = jax.jit(make_choose(options, num_rows), donate_argnums=1)
-        bare = jax.jit(lambda head, rows: argmax(logits(head, MODEL, rows)))
+        bare = jax.jit(lambda head, rows: argmax(logits(head, MODEL, rows).T, axis=0))
         state = [make_sampler_state(num_rows, V)]
         edits = edits_of(num_rows, V)
         buffer = jnp.asarray(batch_of(num_rows, Wants(0), {}))
@@ -141,15 +142,20 @@ def cost_of_features(V: int) -> None:
     """Prints the sampler alone under each feature, and the sorting one."""
     names = [*FEATURES, "all three, by a sort"]
     print(f"\n| sampler, V = {V} | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    sampler, sorting = jax.jit(sample), jax.jit(sorted_sample)
+    # From logits as the head leaves them, a row per token.
+    sampler = jax.jit(lambda columns, batch, edits: sample(columns.T, batch, edits))
+    sorting = jax.jit(sorted_sample)
     for num_rows in map(int, _ROWS.value):
-        x = 3 * jax.random.normal(jax.random.key(2), (num_rows, V))
+        columns = 3 * jax.random.normal(jax.random.key(2), (V, num_rows))
+        x = columns.T
         edits, fields = edits_of(num_rows, V), sampling_fields(num_rows)
         batches = {
             name: jax.device_put(views(batch_of(num_rows, *asked), fields))
             for name, asked in FEATURES.items()
         }
-        programs = {name: partial(sampler, x, batch, edits) for name, batch in batches.items()}
+        programs = {
+            name: partial(sampler, columns, batch, edits) for name, batch in batches.items()
+        }
         programs["sort"] = partial(sorting, x, batches["all three"])
         cells = " | ".join(f"{np.median(found):.2f}" for found in times_of(programs).values())
         print(f"| {num_rows} rows | {cells} |", flush=True)

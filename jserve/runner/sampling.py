@@ -9,16 +9,18 @@ there is one program. S rows, V vocabulary, W = ceil(V / 32) words of a mask, B 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jserve.runner.mesh import keep_whole, split_columns
+from jserve.runner.truncation import SMALL, best_blocks, best_tokens, least_kept
 from jserve.sampling_params import MAX_LOGPROBS
 from scheduler.packer import BAD_TOKEN, Wants
 
@@ -26,7 +28,6 @@ MIN_TEMPERATURE = 1e-5  # smaller ones are greedy: they would overflow
 # An entry of the token counts: how often the output has the token, and whether the prompt has it.
 MAX_COUNT, IN_PROMPT = 2**14 - 1, 2**14
 _DRAW_BLOCK = 256
-_VALUE_STEPS, _LEAST_GUESS = 16, -128.0  # exp of less is 0 in float32
 _EDITS = Wants.PENALTIES | Wants.BIAS | Wants.MASK
 
 
@@ -73,14 +74,20 @@ def sample(
     """
     wants = batch["wants"][0]
     nothing = _no_logprobs(logits)
+    # As the head's product has them: turned before the switch, they are copied for all branches.
+    columns = logits.T
 
     def plain() -> Sampled:
-        return Sampled(_checked(*argmax(logits)), nothing)
+        return Sampled(_checked(*argmax(columns, axis=0)), nothing)
 
     def random() -> Sampled:
-        return Sampled(_checked(*_drawn(logits, batch, mesh)[:2]), nothing)
+        x = _rows(columns)
+        is_random, greedy, best, scale = _random_rows(x, batch)
+        drawn = draw(scale(x), batch["seed"], batch["sample_positions"], mesh)
+        return Sampled(_checked(jnp.where(is_random, drawn, greedy), best), nothing)
 
     def full() -> Sampled:
+        logits = _rows(columns)
         x = _if(wants, _EDITS, lambda: edit(logits, batch, edits, mesh), lambda: logits)
         x = split_columns(x, mesh)
 
@@ -95,14 +102,22 @@ def sample(
         token_ids, best, final = _if(wants, Wants.RANDOM, drawn, greedy)
         source = final if processed_logprobs else logits
         of_tokens = _if(
-            wants, Wants.LOGPROBS, lambda: logprobs_of(source, token_ids), lambda: nothing
+            wants, Wants.LOGPROBS, lambda: logprobs_of(source, token_ids, mesh), lambda: nothing
         )
         return Sampled(_checked(token_ids, best), of_tokens)
 
     # One conditional, not a nest of them: a GPU's host waits for the predicate of each.
-    is_random_only = (wants & ~(Wants.RANDOM | Wants.TRUNCATION)) == 0
-    branch = jnp.where(wants == 0, 0, jnp.where(is_random_only, 1, 2))
+    branch = jnp.where(wants == 0, 0, jnp.where(wants == Wants.RANDOM, 1, 2))
     return jax.lax.switch(branch, [plain, random, full])
+
+
+def _rows(columns: Float[Array, "V S"]) -> Float[Array, "S V"]:
+    """Turns logits, once: without a layout, XLA on a CPU turns a copy again wherever it is used."""
+    return jax.lax.platform_dependent(
+        columns.T,
+        cpu=lambda rows: with_layout_constraint(rows, Layout((0, 1))),
+        default=lambda rows: rows,
+    )
 
 
 def _if(wants: Int[Array, ""], any_of: Wants, then, otherwise):
@@ -180,18 +195,18 @@ def unpack_mask(words: UInt[Array, "S W"], V: int) -> Bool[Array, "S V"]:
     return (word >> (index % 32).astype(words.dtype)) & 1 != 0
 
 
-def argmax(x: Float[Array, "S V"]) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def argmax(x: Float[Array, "a b"], axis: int = 1) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Returns the first index of each row's maximum, and the maximum; 0 and NaN in a row that has a
-    NaN or +inf.
+    NaN or +inf. Rows lie along `axis`.
 
     Two plain reductions, which XLA vectorises on a CPU, in place of its scalar loop over pairs. The
     first does not see every NaN there: of wide rows XLA makes a maximum that drops them.
     """
-    V = x.shape[1]
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    largest = x.max(axis=1, keepdims=True)
-    first = jnp.where(x < jnp.inf, jnp.where(x == largest, index, V), -1).min(axis=1)
-    return jnp.maximum(first, 0), jnp.where(first < 0, jnp.nan, largest[:, 0])
+    V = x.shape[axis]
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    largest = x.max(axis=axis, keepdims=True)
+    first = jnp.where(x < jnp.inf, jnp.where(x == largest, index, V), -1).min(axis=axis)
+    return jnp.maximum(first, 0), jnp.where(first < 0, jnp.nan, largest.squeeze(axis))
 
 
 def _drawn(
@@ -199,15 +214,83 @@ def _drawn(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"], Float[Array, "S V"]]:
     """Returns a token per row, the best logit, and what the token was chosen from: of a greedy row
     x, and else what draws are made from: at most 0, 0 in each row, and -inf where excluded."""
-    temperature = batch["temperature"]
-    is_random = temperature >= MIN_TEMPERATURE
-    greedy, best = argmax(x)
-    cut = (x - best[:, None]) / jnp.where(is_random, temperature, 1.0)[:, None]
-    cuts = partial(truncate, cut, *(batch[name] for name in ("top_k", "top_p", "min_p")))
-    cut = split_columns(_if(batch["wants"][0], Wants.TRUNCATION, cuts, lambda: cut), mesh)
-    token_ids = draw(cut, batch["seed"], batch["sample_positions"], mesh)
+    is_random, greedy, best, scale = _random_rows(x, batch)
+
+    def plain() -> tuple[Array, Array]:
+        token_ids = draw(scale(x), batch["seed"], batch["sample_positions"], mesh)
+        return token_ids, jnp.full(best.shape, -jnp.inf)
+
+    def truncated() -> tuple[Array, Array]:
+        return _drawn_of_kept(x, scale, is_random & jnp.isfinite(best), batch, mesh)
+
+    token_ids, least = _if(batch["wants"][0], Wants.TRUNCATION, truncated, plain)
     token_ids = jnp.where(is_random, token_ids, greedy)
-    return token_ids, best, jnp.where(is_random[:, None], cut, x)
+    final = jnp.where(is_random[:, None], above(scale(x), least), x)
+    return token_ids, best, split_columns(final, mesh)
+
+
+def _random_rows(
+    x: Float[Array, "S V"], batch: Mapping[str, Array]
+) -> tuple[Bool[Array, " S"], Int[Array, " S"], Float[Array, " S"], Callable[[Array], Array]]:
+    """Returns which rows are random, the greedy token and the best logit of each, and what makes of
+    logits what draws are made from: at most 0, by temperature."""
+    is_random = batch["temperature"] >= MIN_TEMPERATURE
+    greedy, best = argmax(x)
+    divisor = jnp.where(is_random, batch["temperature"], 1.0)[:, None]
+    return is_random, greedy, best, lambda x: (x - best[:, None]) / divisor
+
+
+def _drawn_of_kept(
+    x: Float[Array, "S V"],
+    scale: Callable[[Array], Array],
+    is_random: Bool[Array, " S"],
+    batch: Mapping[str, Array],
+    mesh: Mesh | None,
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Returns a draw of what top-k, top-p and min-p keep of scale(x), and the least value kept; of
+    rows that are not random, anything.
+
+    Rows of which the best blocks tell all are done with these. What is left, if anything, is done
+    with whole rows, and no row's result depends on whether there are others.
+    """
+    top_k, top_p, min_p = (batch[name] for name in ("top_k", "top_p", "min_p"))
+    top_k = jnp.where(top_k < x.shape[1], top_k, 0)
+    sites = batch["seed"], batch["sample_positions"]
+
+    def among_all(done: Bool[Array, " S"], in_blocks: bool) -> tuple[Array, Array]:
+        y = split_columns(scale(x), mesh)
+        off = jnp.where(done, 0, top_k), jnp.where(done, 1.0, top_p), jnp.where(done, 0.0, min_p)
+        _, least = least_kept(y, *off, in_blocks=in_blocks)
+        return draw(above(y, least), *sites, mesh), least
+
+    def among_best_first() -> tuple[Array, Array]:
+        near = best_blocks(x)
+        y, others = scale(near.values), scale(near.others[:, None])[:, 0]
+        needs_total = is_random & (top_p < 1) & (top_k == 0)
+        total = jax.lax.cond(
+            needs_total.any(), lambda: jnp.exp(scale(x)).sum(axis=1), lambda: jnp.zeros(len(x))
+        )
+        k_least, least = least_kept(y, top_k, top_p, min_p, others, total)
+        places = draw(above(y, least), *sites)
+        token_ids = jnp.take_along_axis(near.ids, places[:, None], axis=1)[:, 0]
+        done = (jnp.where(top_k > 0, k_least, least) > others) | ~is_random
+
+        def rest() -> tuple[Array, Array]:
+            ids, least_of_all = among_all(done, in_blocks=True)
+            return jnp.where(done, token_ids, ids), jnp.where(done, least, least_of_all)
+
+        return jax.lax.cond(done.all(), lambda: (token_ids, least), rest)
+
+    among_all_at_once = partial(among_all, ~is_random, in_blocks=False)
+    if x.shape[1] <= SMALL or mesh is not None:
+        return among_all_at_once()
+    # Accelerators read whole rows quickly, and gather slowly.
+    return jax.lax.platform_dependent(cpu=among_best_first, default=among_all_at_once)
+
+
+def above(x: Float[Array, "S n"], least: Float[Array, " S"]) -> Float[Array, "S n"]:
+    """Excludes what is less than its row's least value."""
+    return jnp.where(x >= least[:, None], x, -jnp.inf)
 
 
 def draw(
@@ -252,88 +335,20 @@ def draw(
     return jnp.minimum(block // blocks * part + in_part, V - 1).astype(jnp.int32)
 
 
-def truncate(
-    x: Float[Array, "S V"],
-    top_k: Int[Array, " S"],
-    top_p: Float[Array, " S"],
-    min_p: Float[Array, " S"],
-) -> Float[Array, "S V"]:
-    """Returns x with what top-k, then top-p, then min-p exclude at -inf; 0, 1 and 0 keep all.
-
-    Every set is "all values down to a threshold", found by counting and weighing what lies above a
-    guess: exact, and the cost is that of some 15 passes over x, of none where no row asks.
-    Values equal to the threshold stay. x is at most 0, 0 in each row.
-    """
-    V = x.shape[1]
-    keys = _keys(x)
-    k = jnp.where((top_k > 0) & (top_k < V), top_k, V)
-    k_key = _threshold(keys, lambda kept: _count(kept) >= k, k < V)
-    weights = jnp.where(keys >= k_key[:, None], jnp.exp(x), 0.0)
-    mass = top_p * weights.sum(axis=1)
-
-    def holds_mass(kept):
-        return jnp.where(kept, weights, 0.0).sum(axis=1) >= mass
-
-    p_key = _threshold(keys, holds_mass, top_p < 1)
-    floor = jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
-    keep = (keys >= jnp.maximum(k_key, p_key)[:, None]) & (x >= floor[:, None])
-    return jnp.where(keep, x, -jnp.inf)
-
-
-def _keys(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Maps floats to int32 in the same order."""
-    return _in_order(jax.lax.bitcast_convert_type(x, jnp.int32))
-
-
-def _in_order(bits: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Turns the bits of floats into integers in the same order, and those back into the bits."""
-    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
-
-
-def _count(kept: Bool[Array, "S V"]) -> Float[Array, " S"]:
-    """Counts per row, in float32: exact up to 2**24, and on a CPU faster than in integers."""
-    return kept.sum(axis=1, dtype=jnp.float32)
-
-
-def _threshold(keys: Int[Array, "S V"], enough, wanted: Bool[Array, " S"]) -> Int[Array, " S"]:
-    """Returns per row a key that keeps, of keys >= it, the fewest for which enough(kept) holds; the
-    least key where nothing is wanted. enough holds for all, and once it fails, for nothing less.
-
-    Halves an interval until one key at most is left in it. Halves of the values come nearer in a
-    few steps than halves of the bits, which alone are sure to end and so take over.
-    """
-
-    def value(key):
-        x = jax.lax.bitcast_convert_type(_in_order(key), jnp.float32)
-        return jnp.maximum(x, _LEAST_GUESS)
-
-    def halve(state):
-        step, low, high, num_low, num_high = state  # num_*: keys >= low, keys > high
-        by_bits = (low >> 1) + (high >> 1) + (low & high & 1) + ((low ^ high) & 1)  # rounded up
-        by_value = jnp.clip(_keys((value(low) + value(high)) / 2), low + 1, high)
-        middle = jnp.where(step < _VALUE_STEPS, by_value, by_bits)
-        kept = keys >= middle[:, None]
-        holds, num = enough(kept), _count(kept)
-        low, num_low = jnp.where(holds, middle, low), jnp.where(holds, num, num_low)
-        high, num_high = jnp.where(holds, high, middle - 1), jnp.where(holds, num_high, num)
-        return step + 1, low, high, num_low, num_high
-
-    def is_open(state):
-        _, low, high, num_low, num_high = state
-        return ((low < high) & (num_low - num_high > 1)).any()
-
-    low, high = keys.min(axis=1), keys.max(axis=1)
-    high = jnp.where(wanted, high, low)
-    nums = jnp.full(low.shape, float(keys.shape[1])), jnp.zeros(low.shape)
-    return jax.lax.while_loop(is_open, halve, (0, low, high, *nums))[1]
-
-
-def logprobs_of(logits: Float[Array, "S V"], token_ids: Int[Array, " S"]) -> Logprobs:
+def logprobs_of(
+    logits: Float[Array, "S V"], token_ids: Int[Array, " S"], mesh: Mesh | None = None
+) -> Logprobs:
     """Returns the log-probabilities of a token in each row, and of the row's best ones."""
     total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     ranks = (logits > chosen).sum(axis=1, dtype=jnp.int32) + 1
-    top, top_ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    num = min(MAX_LOGPROBS, logits.shape[1])
+
+    def of_all(logits: Float[Array, "S V"]) -> tuple[Array, Array]:
+        return tuple(jax.lax.top_k(logits, num))
+
+    on_cpu = of_all if mesh is not None else partial(best_tokens, num=num)
+    top, top_ids = jax.lax.platform_dependent(logits, cpu=on_cpu, default=of_all)
     return Logprobs((chosen - total)[:, 0], ranks, top_ids, top - total)
 
 

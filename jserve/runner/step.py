@@ -150,12 +150,15 @@ def make_forward(options: StepOptions, bucket: Bucket) -> Callable[..., tuple[Ar
     return forward
 
 
+def _mesh_of_logits(options: StepOptions) -> Mesh | None:
+    """Returns the devices over which the logits are split, if they are: see models/params.py."""
+    mesh = options.mesh
+    return mesh if mesh.size > 1 and options.model.vocab_size % mesh.size == 0 else None
+
+
 def make_choose(options: StepOptions, num_rows: int) -> Callable[..., tuple[SamplerState, Sampled]]:
     """Returns choose(head, state, rows [D, S], buffer i32[words], bias, allowed u32[S, W]) ->
     (state, sampled)."""
-
-    mesh = options.mesh
-    is_split = mesh.size > 1 and options.model.vocab_size % mesh.size == 0  # see models/params.py
 
     def choose(head, state: SamplerState, rows, buffer, bias, allowed):
         batch = unpack(buffer, sampling_fields(num_rows))
@@ -164,7 +167,7 @@ def make_choose(options: StepOptions, num_rows: int) -> Callable[..., tuple[Samp
             batch,
             Edits(state.counts, bias[0], bias[1], allowed),
             processed_logprobs=options.processed_logprobs,
-            mesh=mesh if is_split else None,
+            mesh=_mesh_of_logits(options),
         )
         token_ids = jnp.maximum(sampled.token_ids, 0)  # of what has failed, any will do
         slots = batch["slots"]
@@ -185,7 +188,8 @@ def make_score(options: StepOptions) -> Callable[..., Logprobs]:
         # Indices and not a slice, whose start would be moved where it reaches beyond the end.
         index = start + jnp.arange(SCORED_TOKENS)
         hidden = jnp.take(tokens, index, axis=1, mode="clip")
-        return logprobs_of(logits(head, options.model, hidden), target_ids)
+        found = logits(head, options.model, hidden)
+        return logprobs_of(found, target_ids, _mesh_of_logits(options))
 
     return score
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve.runner.compile import trace_page_copies
 from jserve.runner.mesh import pool_sharding
-from jserve.runner.sampling import truncate
+from jserve.runner.truncation import least_kept
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.quantized_matmul import quantize, quantized_matmul
 
@@ -158,7 +158,7 @@ def _truncate(target: Target) -> Found:
 
     program = _compiled(
         target,
-        truncate,
+        partial(least_kept, in_blocks=False),
         of_row(jnp.float32, VOCABULARY),
         of_row(jnp.int32),
         of_row(jnp.float32),

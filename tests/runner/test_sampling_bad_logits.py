@@ -4,6 +4,7 @@ it asks for, and no other row notices."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from tests.runner.sampling_reference import Row, pack
 REAL_VOCAB = 49_152  # wide rows are reduced by other code than narrow ones
 sample_jit = jax.jit(sample)
 argmax_jit = jax.jit(argmax)
+argmax_of_columns_jit = jax.jit(partial(argmax, axis=0))
 
 SETTINGS = {
     "greedy": {},
@@ -48,6 +50,8 @@ def test_no_nan_and_no_infinity_is_overlooked_at_any_place(V, bad):
         found, best = argmax_jit(x)
         np.testing.assert_array_equal(found[::2], logits[::2].argmax(axis=1))
         np.testing.assert_array_equal(best[::2], logits[::2].max(axis=1))
+        for array, of_columns in zip((found, best), argmax_of_columns_jit(x.T), strict=True):
+            np.testing.assert_array_equal(array, of_columns)
 
 
 @pytest.mark.parametrize("V", [300, REAL_VOCAB])
