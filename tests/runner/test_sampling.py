@@ -201,7 +201,9 @@ def test_greedy_and_random_batches_run_through_one_conditional():
     greedy, random, _ = switch.params["branches"]
 
     def num_conditionals(branch) -> int:
-        return sum(eqn.primitive.name == "cond" for eqn in branch.eqns)
+        found = (eqn.params for eqn in branch.eqns if eqn.primitive.name == "cond")
+        # What depends on the platform is decided when the program is compiled.
+        return sum(params.get("branches_platforms") is None for params in found)
 
     assert num_conditionals(greedy) == 0
     assert num_conditionals(random) == 0
