@@ -81,13 +81,13 @@ def sample(
         return Sampled(_checked(*argmax(columns, axis=0)), nothing)
 
     def random() -> Sampled:
-        x = _rows(columns)
+        x = _rows(columns, mesh)
         is_random, greedy, best, scale = _random_rows(x, batch)
         drawn = draw(scale(x), batch["seed"], batch["sample_positions"], mesh)
         return Sampled(_checked(jnp.where(is_random, drawn, greedy), best), nothing)
 
     def full() -> Sampled:
-        logits = _rows(columns)
+        logits = _rows(columns, mesh)
         x = _if(wants, _EDITS, lambda: edit(logits, batch, edits, mesh), lambda: logits)
         x = split_columns(x, mesh)
 
@@ -111,8 +111,11 @@ def sample(
     return jax.lax.switch(branch, [plain, random, full])
 
 
-def _rows(columns: Float[Array, "V S"]) -> Float[Array, "S V"]:
-    """Turns logits, once: without a layout, XLA on a CPU turns a copy again wherever it is used."""
+def _rows(columns: Float[Array, "V S"], mesh: Mesh | None) -> Float[Array, "S V"]:
+    """Turns logits, once: without a layout, XLA on a CPU turns a copy again wherever it is used. Of
+    split ones, a layout would gather all."""
+    if mesh is not None:
+        return columns.T
     return jax.lax.platform_dependent(
         columns.T,
         cpu=lambda rows: with_layout_constraint(rows, Layout((0, 1))),
@@ -345,7 +348,8 @@ def logprobs_of(
     num = min(MAX_LOGPROBS, logits.shape[1])
 
     def of_all(logits: Float[Array, "S V"]) -> tuple[Array, Array]:
-        return tuple(jax.lax.top_k(logits, num))
+        top, ids = jax.lax.top_k(logits, num)
+        return top, ids
 
     on_cpu = of_all if mesh is not None else partial(best_tokens, num=num)
     top, top_ids = jax.lax.platform_dependent(logits, cpu=on_cpu, default=of_all)

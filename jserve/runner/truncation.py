@@ -62,7 +62,8 @@ def best_tokens(x: Float[Array, "S V"], num: int) -> tuple[Array, Array]:
     """
     blocks = _in_blocks(x, _WIDE_BLOCK)
     if blocks.shape[1] <= num:
-        return tuple(jax.lax.top_k(x, num))
+        top, ids = jax.lax.top_k(x, num)
+        return top, ids
     _, block_ids = jax.lax.top_k(blocks.max(axis=2), num)
     values, ids = _taken(blocks, jnp.sort(block_ids, axis=1))
     top, places = jax.lax.top_k(values, num)
