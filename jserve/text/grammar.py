@@ -8,6 +8,7 @@ there, so that an output is the same whether such tokens are sampled or appended
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from concurrent.futures import Future
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from jserve.errors import InvalidRequest, Overloaded
+from jserve.errors import InvalidRequest, Overloaded, RequestFailed
 from jserve.structured import StructuredOutput
 from jserve.text.grammar_source import grammar_source
 from jserve.text.grammar_trial import COMPILE_STACK_BYTES, LIMITS, GrammarTrials
 from jserve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 WAIT_S = 30.0  # for others that compile
 MAX_COMPILING = 2  # at once, in processes and threads; one whose time ran out counts until it ends
@@ -96,6 +99,7 @@ class GrammarCompiler:
         Raises:
           InvalidRequest: the grammar is bad, unsupported, too large, too deep or too slow.
           Overloaded: too many other grammars are being compiled.
+          RequestFailed: no process could be started to try it; the log says why.
         """
         with self._lock:
             known = self._cache.get(spec)
@@ -150,8 +154,11 @@ class GrammarCompiler:
         try:
             if self._trials.passes(source, self._timeout_s):
                 return
-        except OSError as error:
-            raise Overloaded(f"no process could be started: {error}; try again later") from error
+        except (OSError, RuntimeError) as error:  # no process, no thread to watch it
+            log.error("%s cannot be tried: %s", spec.kind, error)
+            raise RequestFailed(
+                f"{spec.kind} cannot be tried, for no process for it starts; the log says why"
+            ) from error
         raise self._too_slow(spec)
 
     def _too_slow(self, spec: StructuredOutput) -> InvalidRequest:

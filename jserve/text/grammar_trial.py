@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,9 @@ LIMITS = LLParserLimits(
     step_max_items=50_000,  # 3 ms for one mask
     verbose_errors=False,
 )
+START_S = 20.0  # 0.3 s, and more where all cores are busy
+MARGIN_S = 2.0  # between a process's own alarm and its end by the parent
+READY = b"ready\n"
 
 
 class GrammarTrials:
@@ -52,49 +56,75 @@ class GrammarTrials:
         """Whether a grammar is compiled, or found bad, within the time and without a crash.
 
         Raises:
-          OSError: no process could be started.
+          OSError: no process could be started; says why, and what to look at.
         """
         job = _line([timeout_s, source])
-        while True:
-            try:
-                child = self._idle.pop()
-            except IndexError:
-                child = self._started()
-            try:
-                answer = _ask(child, job)
-                break
-            except BrokenPipeError:  # it ended while idle
-                _stop([child])
-        if answer:
-            self._idle.append(child)
-            return True
-        _stop([child])
-        return False
+        while (child := self._taken()) is not None:
+            with contextlib.suppress(BrokenPipeError):  # it ended while idle
+                return self._answers(child, job, timeout_s)
+        return self._answers(_started(self._vocabulary), job, timeout_s)
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
-        assert child.stdin is not None, "it is a pipe"
-        child.stdin.write(self._vocabulary)
+    def _taken(self) -> subprocess.Popen[bytes] | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _answers(self, child: subprocess.Popen[bytes], job: bytes, timeout_s: float) -> bool:
+        answer = b""
+        try:
+            answer = _ask(child, job, timeout_s + MARGIN_S)
+        finally:
+            if answer:
+                self._idle.append(child)
+            else:
+                _stop([child])
+        return bool(answer)
+
+
+def _started(vocabulary: bytes) -> subprocess.Popen[bytes]:
+    """A process that is ready for grammars. Raises OSError."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).resolve())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the parent's to handle
+    )
+    answer = b""
+    with contextlib.suppress(BrokenPipeError):
+        answer = _ask(child, vocabulary, START_S)
+    if answer == READY:
         return child
+    child.kill()  # its status stays its own where it has ended
+    words = child.communicate()[1].decode(errors="replace").strip().splitlines()
+    raise OSError(
+        f"{sys.executable} with exit status {child.returncode} was not ready to try grammars in "
+        f"{START_S:g} s ({words[-1] if words else 'it wrote no error'}); see that it is a Python "
+        f"that can import llguidance, and that there is memory for {COMPILE_STACK_BYTES >> 20} MiB"
+    )
 
 
 def _line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _ask(child: subprocess.Popen[bytes], job: bytes) -> bytes:
-    """The process's answer; none where it ended."""
+def _ask(child: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+    """The process's answer; none where it ended, as it does where it takes too long.
+
+    Raises:
+      BrokenPipeError: it had ended before.
+    """
     assert child.stdin is not None, "it is a pipe"
     assert child.stdout is not None, "it is a pipe"
-    child.stdin.write(job)
-    child.stdin.flush()
-    return child.stdout.readline()
+    overdue = threading.Timer(timeout_s, child.kill)  # its own alarm may be dead, or it be stopped
+    overdue.start()
+    try:
+        child.stdin.write(line)
+        child.stdin.flush()
+        return child.stdout.readline()
+    finally:
+        overdue.cancel()
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:
@@ -123,6 +153,9 @@ def _run() -> None:
     size, texts, eos_token_ids = json.loads(sys.stdin.buffer.readline())
     words = TokenizerWrapper(_SpecialTokens(size, texts, eos_token_ids))
     vocabulary = LLTokenizer(words, eos_token=eos_token_ids)
+    sys.stdout.buffer.write(READY)
+    sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # nobody reads of panics
     for job in sys.stdin.buffer:
         timeout_s, source = json.loads(job)
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
@@ -134,5 +167,8 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
+    # Either is inherited, and the alarm would end nothing.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     threading.stack_size(COMPILE_STACK_BYTES)
     threading.Thread(target=_run).start()
