@@ -138,7 +138,7 @@ def test_O23_an_over_long_chat_is_refused_and_never_cut(engine):
         {"role": "system", "content": "You answer in rhymes."},
         *({"role": "user", "content": f"turn {i} of many"} for i in range(12)),
     ]
-    with pytest.raises(InvalidRequest, match=rf"prompt 0: .* {LIMIT - 1}"):
+    with pytest.raises(InvalidRequest, match=f"prompt 0: .*max_model_len={LIMIT}"):
         llm.chat(chat, GREEDY)
     (output,) = llm.chat(chat[:3], GREEDY)
     text = "system:You answer in rhymes.;user:turn 0 of many;user:turn 1 of many;>"
