@@ -81,8 +81,7 @@ class PromptInput:
         vocab, limit = self._limits.vocab_size, self._limits.max_model_len
         if len(ids) > limit:  # before each of some millions is looked at
             raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens, above max_model_len={limit}: use at most "
-                f"{limit - 1}"
+                f"the prompt has {len(ids)} tokens; it and the output may have max_model_len={limit}"
             )
         for index, token_id in enumerate(ids):
             bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)

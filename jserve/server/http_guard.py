@@ -85,7 +85,8 @@ class HttpGuard:
         admitted.set(caller)
         if not caller.is_admin and not _is_for_callers(scope):
             raise Forbidden(f"{scope['path']} is for administrators; use a key with admin rights")
-        is_allowed = not {"*", headers.get("origin")}.isdisjoint(self._allowed_origins)
+        # "*" lets any page use a key of its own: not the password that a browser keeps.
+        is_allowed = headers.get("origin") in self._allowed_origins
         changes = scope["method"] not in ("GET", "HEAD")
         if changes and not is_allowed and _is_of_another_site(headers):
             raise Forbidden("a page of another site made this request; use this server's own")
@@ -113,12 +114,19 @@ def _is_of_another_site(headers: Headers) -> bool:
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is None and origin is not None:
-        is_own = urlsplit(origin).netloc == headers.get("host", "")
+        is_own = _host_of(origin) == headers.get("host", "")
     else:
         is_own = site in (None, "same-origin", "none")
     is_password = headers.get("authorization", "basic").lower().startswith("basic")
     has_key = "x-api-key" in headers or not is_password
     return not is_own and not has_key
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # http://[
+        return None
 
 
 def _is_for_callers(scope: Scope) -> bool:

@@ -205,7 +205,8 @@ async def test_a_browser_that_tells_no_site_is_known_by_its_origin(keys: Keys):
     """Over HTTP without TLS, beyond its own machine, a browser tells the origin alone."""
     path, told = "/debug/profile", basic(f"me:{keys.root}")
     async with serving(gate=keys.gate(), http=True) as s:
-        for foreign in ("http://evil.example", "null", s.http.replace("http:", "http://x@", 1)):
+        user = s.http.replace("http:", "http://x@", 1)
+        for foreign in ("http://evil.example", "null", "http://[", user):
             assert (
                 "another site"
                 in (await get(s, path, told | {"origin": foreign}, "POST"))[1]["error"]["message"]
@@ -247,6 +248,18 @@ async def test_pages_of_allowed_origins_may_call_and_read_with_a_key_of_their_ow
     async with serving(http=True) as s:  # by default nobody may
         assert (await get(s, path, PREFLIGHT, "OPTIONS"))[0] == 403
         assert "access-control-allow-origin" not in (await get(s, path, asking))[2]
+
+
+async def test_where_all_origins_may_call_none_may_use_the_password_that_a_browser_keeps(
+    keys: Keys,
+):
+    foreign = {"origin": ORIGIN, "sec-fetch-site": "cross-site"}
+    path, password = "/debug/profile", basic(f"me:{keys.root}")
+    async with serving(gate=keys.gate(), http=True, allowed_origins=["*"]) as s:
+        _, body, _ = await get(s, path, foreign | password, "POST")
+        assert "another site" in body["error"]["message"]
+        _, body, _ = await get(s, path, foreign | bearer(keys.root), "POST")
+        assert "profiles are off" in body["error"]["message"]
 
 
 async def test_tokenizing_counts_as_a_request_of_its_key(keys: Keys):
