@@ -144,7 +144,7 @@ class GrammarCompiler:
             self._compiling.release()
             raise Overloaded(f"no thread could be started: {error}; try again later") from error
         try:
-            return future.result(self._timeout_s)
+            return future.result(self._timeout_s / 2)
         except TimeoutError as error:
             raise self._too_slow(spec) from error
 
@@ -152,7 +152,7 @@ class GrammarCompiler:
         """Refuses what takes too long, or crashes, in a process that can be ended."""
         assert self._trials is not None, "they start with the vocabulary"
         try:
-            if self._trials.passes(source, self._timeout_s):
+            if self._trials.passes(source, self._timeout_s / 2):  # it is compiled twice
                 return
         except (OSError, RuntimeError) as error:  # no process, no thread to watch it
             log.error("%s cannot be tried: %s", spec.kind, error)
