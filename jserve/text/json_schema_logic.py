@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from jserve.errors import InvalidRequest
+from jserve.text.json_parts import key_of, parts_of, pointed_to, type_of
 from jserve.text.json_schema_keywords import ANNOTATIONS, KNOWN, REWRITTEN
 
 Schema = Any  # a dict of keywords, true or false
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-MAX_STEPS = 100_000  # at most 0.4 s; a oneOf of 110 models, each told by a constant
+MAX_STEPS = 100_000  # at most half a second; a oneOf of 110 models, each told by a constant
 MAX_REFS = 8  # within each other
+EXACT_BELOW = 2**53  # above, the compiler of grammars takes neighbouring numbers for one
 # keyword -> the type that it limits, its opposite, and what to add to a count
 _ALL = KNOWN | REWRITTEN
+_LONG = (list, dict)
 _FORMS = {
     **dict.fromkeys(("required", "enum", "allOf", "anyOf", "oneOf"), list),
     **dict.fromkeys(("properties", "patternProperties"), dict),
@@ -34,6 +36,12 @@ _OPPOSITES = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
+# a type, and what bounds it from below and above: keyword -> 1 or -1 where the bound does not fit
+_RANGES = (
+    ("number", {"minimum": 0, "exclusiveMinimum": 1}, {"maximum": 0, "exclusiveMaximum": -1}),
+    ("string", {"minLength": 0}, {"maxLength": 0}),
+    ("array", {"minItems": 0}, {"maxItems": 0}),
+)
 
 
 class Logic:
@@ -54,7 +62,7 @@ class Logic:
         self._in_negation: list[str] = []
         # Below an $id of its own, a $ref means something else.
         self._resolves = not any(
-            isinstance(part, dict) and "$id" in part and part is not root for part in _parts(root)
+            isinstance(part, dict) and "$id" in part and part is not root for part in parts_of(root)
         )
 
     def exclusive(self, a: Schema, b: Schema, depth: int = 8) -> bool:
@@ -65,11 +73,12 @@ class Logic:
         if depth == 0 or not isinstance(a, dict) or not isinstance(b, dict):
             return False
         left, right = self.conjuncts(a), self.conjuncts(b)
-        types = _types(left) & _types(right)
+        types = types_of(left) & types_of(right) - _out_of_range(left + right)
         if not types or self._values_exclude(left, right):
             return True
         if types == {"object"}:
             for name in {name for node in left + right for name in node.get("required", ())}:
+                self.step((len(left) + len(right)) // 8)
                 mine, theirs = _of_property(left, name), _of_property(right, name)
                 if any(self.exclusive(x, y, depth - 1) for x in mine for y in theirs):
                     return True
@@ -84,10 +93,11 @@ class Logic:
     def _values_exclude(self, left: list[dict], right: list[dict]) -> bool:
         """Whether both list their values, or one does and the other's types are none of theirs."""
         mine, theirs = _values(left), _values(right)
+        self.step(sum(1 for _ in parts_of([mine, theirs])) // 4)
         if mine is not None and theirs is not None:
-            return not any(_equal(x, y) for x in mine for y in theirs)
-        values, types = (mine, _types(right)) if theirs is None else (theirs, _types(left))
-        return values is not None and types.isdisjoint(map(_type, values))
+            return set(map(key_of, mine)).isdisjoint(map(key_of, theirs))
+        values, types = (mine, types_of(right)) if theirs is None else (theirs, types_of(left))
+        return values is not None and types.isdisjoint(map(type_of, values))
 
     def negation(self, schema: Schema) -> Schema | None:
         """A schema whose every value `schema` refuses; None where none can be written, or where a
@@ -97,7 +107,7 @@ class Logic:
             return not schema
         if not isinstance(schema, dict) or not schema.keys() <= _ALL:
             return None
-        _check_forms(schema)
+        self._check_forms(schema)
         if self._ref_stands_alone and "$ref" in schema:
             schema = {"$ref": schema["$ref"]}
         options = [
@@ -106,6 +116,7 @@ class Logic:
             for option in self._negations(keyword, value)
             if option is not None and option is not False
         ]
+        self.step(len(options))
         if not options:
             return False if schema.keys() <= ANNOTATIONS else None
         return options[0] if len(options) == 1 else {"anyOf": options}
@@ -122,10 +133,12 @@ class Logic:
             parts = [self.negation(part) for part in value]
             yield None if None in parts else {"allOf": parts}
         elif keyword == "type":
-            refused = TYPES - _types([{"type": value}])
+            refused = TYPES - types_of([{"type": value}])
             yield {"type": sorted(refused)} if refused else None
         elif keyword in ("const", "enum"):
-            yield from _other_than([value] if keyword == "const" else value)
+            values = [value] if keyword == "const" else value
+            self.step(len(values) + sum(len(text) for text in values if isinstance(text, str)))
+            yield from _other_than(values)
         elif keyword == "required":
             for name in value:
                 yield {"type": "object", "properties": {name: False}}
@@ -136,7 +149,7 @@ class Logic:
                     yield {"type": "object", "required": [name], "properties": {name: negated}}
         elif keyword in _OPPOSITES:
             type, opposite, added = _OPPOSITES[keyword]
-            if type == "number" or value + added >= 0:
+            if abs(value) < EXACT_BELOW if type == "number" else value + added >= 0:
                 yield {"type": type, opposite: value + added}
 
     def _negated_ref(self, ref: Any) -> Schema | None:
@@ -162,7 +175,7 @@ class Logic:
             if not isinstance(node, dict) or id(node) in seen:
                 continue
             seen.add(id(node))
-            _check_forms(node)
+            self._check_forms(node)
             if "$ref" in node:
                 waiting.append(self.resolved(node["$ref"]))
                 if self._ref_stands_alone:
@@ -175,64 +188,31 @@ class Logic:
         """What a $ref within the schema names (RFC 6901); None where it names nothing known."""
         if not self._resolves or not isinstance(ref, str) or not ref.startswith("#"):
             return None
-        node = self._root
-        for part in unquote(ref[1:]).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
-            elif isinstance(node, dict) and part in node:
-                node = node[part]
-            else:
-                return None
-        return node if ref == "#" or ref.startswith("#/") else None
+        self.step(len(ref) // 32)
+        return pointed_to(self._root, ref[1:])
 
-    def step(self) -> None:
+    def _check_forms(self, node: dict[str, Any]) -> None:
+        """Checks what is iterated over, and counts it: a node is met once for each $ref to it."""
+        self.step((len(node) + sum(len(v) for v in node.values() if isinstance(v, _LONG))) // 16)
+        for keyword, value in node.items():
+            if not isinstance(value, _FORMS.get(keyword, object)) or (
+                keyword in _OPPOSITES and type_of(value) != "number"
+            ):
+                raise TypeError(f"{keyword} is {type(value).__name__}")
+        if not all(isinstance(name, str) for name in node.get("required", ())):
+            raise TypeError("required holds no names")
+
+    def step(self, number: int = 1) -> None:
         """Counts work, which some schemas make grow exponentially."""
-        self._num_steps += 1
+        self._num_steps += number
         if self._num_steps > MAX_STEPS:
             raise InvalidRequest(
-                f"oneOf, not and if need more than {MAX_STEPS} steps; use a simpler schema"
+                f"oneOf, not, if, propertyNames and unevaluated... need more than {MAX_STEPS} "
+                f"steps; use a simpler schema"
             )
 
 
-def numbers_in(value: Any) -> list[float]:
-    """All numbers of a JSON value."""
-    return [part for part in _parts(value) if _type(part) == "number"]
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        yield part
-        if isinstance(part, dict | list):
-            waiting += part.values() if isinstance(part, dict) else part
-
-
-def _check_forms(node: dict[str, Any]) -> None:
-    for keyword, value in node.items():
-        if not isinstance(value, _FORMS.get(keyword, object)) or (
-            keyword in _OPPOSITES and _type(value) != "number"
-        ):
-            raise TypeError(f"{keyword} is {type(value).__name__}")
-    if not all(isinstance(name, str) for name in node.get("required", ())):
-        raise TypeError("required holds no names")
-
-
-def _type(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    kinds = ((str, "string"), (list, "array"), (dict, "object"))
-    return next((name for kind, name in kinds if isinstance(value, kind)), "number")
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are one in JSON, where 1 is 1.0 and not true. Nested ones may pass for
-    one where they are not."""
-    return _type(a) == _type(b) and (a == b)
-
-
-def _types(nodes: Iterable[dict[str, Any]]) -> set[str]:
+def types_of(nodes: Iterable[dict[str, Any]]) -> set[str]:
     """Types that all of the nodes take; an integer is a number."""
     types = set(TYPES)
     for node in nodes:
@@ -243,6 +223,24 @@ def _types(nodes: Iterable[dict[str, Any]]) -> set[str]:
                 raise TypeError(f"type is {named}")
             types &= allowed
     return types
+
+
+def _out_of_range(nodes: Sequence[dict[str, Any]]) -> set[str]:
+    """Types of which no value is within all bounds."""
+    found = set()
+    for type, below, above in _RANGES:
+        low, high = (
+            [
+                (node[name], shift)
+                for node in nodes
+                for name, shift in bounds.items()
+                if name in node
+            ]
+            for bounds in (below, above)
+        )
+        if low and high and max(low) > min(high):
+            found.add(type)
+    return found
 
 
 def _values(nodes: Iterable[dict[str, Any]]) -> list[Any] | None:
@@ -267,15 +265,22 @@ def _of_property(nodes: Iterable[dict[str, Any]], name: str) -> list[Schema]:
 
 
 def _other_than(values: Sequence[Any]) -> Iterator[Schema]:
-    """Values that are none of `values`, type by type; no lists and objects where one is listed."""
-    types = set(map(_type, values))
+    """Values that are none of `values`, type by type; no lists and objects where one is listed.
+    Nothing where llguidance 1.9.1 would let a listed one be: it reads [^x] as if JSON's quote and
+    backslash were always in it, and numbers as doubles."""
+    types = set(map(type_of, values))
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = sorted({v for v in values if type_of(v) == "number"})
+    if any(set(text) & {'"', "\\"} for text in texts) or any(
+        abs(number) >= EXACT_BELOW for number in numbers
+    ):
+        return
     if others := sorted(TYPES - types):
         yield {"type": others}
     if "boolean" in types:
         yield {"enum": [b for b in (True, False) if not any(b is value for value in values)]}
-    if texts := [value for value in values if isinstance(value, str)]:
+    if texts:
         yield {"type": "string", "pattern": f"^{_other_text(texts)}$"}
-    numbers = sorted({v for v in values if _type(v) == "number"})
     for low, high in zip([None, *numbers], [*numbers, None], strict=True):
         bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
         if numbers:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations
-from math import floor, ulp
+from math import floor, inf, ulp
 from typing import Any
 
+from jserve.errors import InvalidRequest
+from jserve.text.json_parts import numbers_in, pointed_to, refs_in, size
 from jserve.text.json_schema_keywords import ANNOTATIONS, OF_SCHEMAS, OF_SCHEMAS_BY_NAME
-from jserve.text.json_schema_logic import Logic, Schema, numbers_in
+from jserve.text.json_schema_logic import Logic, Schema, types_of
 
+MAX_CHARS, MAX_GROWTH = 2**17, 4  # of a result: the larger of the two bounds
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _EVALUATED_SOMETIMES = frozenset(
     {"anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies", "contains"}
@@ -23,31 +26,46 @@ _OF_NAMES = frozenset({"allOf", "type", "minLength", "maxLength"}) | ANNOTATIONS
 
 
 def rewritten(schema: dict[str, Any], ref_stands_alone: bool) -> dict[str, Any]:
-    """`schema`, written with fewer keywords; itself where it is malformed.
+    """`schema`, written with fewer keywords; all of them where it is malformed, or where a $ref
+    would lead elsewhere.
 
     Raises:
-      InvalidRequest: it would take too long.
+      InvalidRequest: it would take too long, or become too large.
     """
-    try:
-        logic = Logic(schema, ref_stands_alone)
-        result = _Rewriter(logic, ref_stands_alone, numbers_in(schema)).schema(schema)
-    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError):
-        return schema  # whoever checks it says what is wrong
-    return result if isinstance(result, dict) else schema
+    for may_move in (True, False):
+        try:
+            logic = Logic(schema, ref_stands_alone)
+            numbers = numbers_in(schema)
+            result = _Rewriter(logic, ref_stands_alone, numbers, may_move).schema(schema)
+        except (TypeError, AttributeError, ValueError, OverflowError, RecursionError):
+            continue  # whoever checks it says what is wrong
+        limit = max(MAX_CHARS, MAX_GROWTH * size(schema, inf))
+        if size(result, limit) > limit:
+            raise InvalidRequest(
+                f"oneOf, not, if, propertyNames and unevaluated..., written out, take more than "
+                f"{limit} characters; use a simpler schema"
+            )
+        places = {ref.partition("#")[2] for ref in refs_in(result)}
+        if all((pointed_to(schema, p) is None) == (pointed_to(result, p) is None) for p in places):
+            return result
+    return schema
 
 
 class _Rewriter:
-    def __init__(self, logic: Logic, ref_stands_alone: bool, numbers: Iterable[float]) -> None:
+    def __init__(
+        self, logic: Logic, ref_stands_alone: bool, numbers: Iterable[float], may_move: bool
+    ) -> None:
         self._logic = logic
+        self._may_move = may_move
         self._ref_stands_alone = ref_stands_alone
         self._fractions_above = {floor(x) for x in numbers if abs(x) < 2**53 and x != floor(x)}
 
     def schema(self, schema: Schema) -> Schema:
+        self._logic.step(1 + len(schema) // 16 if isinstance(schema, dict) else 1)
         if not isinstance(schema, dict):
             return schema
-        self._logic.step()
         node = dict(schema)
-        if not (self._ref_stands_alone and "$ref" in node):
+        if self._may_move and not (self._ref_stands_alone and "$ref" in node):
             added = [*self._unevaluated(node)]
             self._tidy(node)
             added += [*self._names(node), *self._dependencies(node)]
@@ -89,16 +107,25 @@ class _Rewriter:
         if "if" not in node or not node.keys() & {"then", "else"}:
             for keyword in {"if", "then", "else"} & node.keys():
                 del node[keyword]  # each is nothing without the others
-        elif (otherwise := self._logic.negation(node["if"])) is not None:
+        elif (otherwise := self._negation(node, "if")) is not None:
             holds = {"allOf": [node.pop("if"), node.pop("then", True)]}
             fails = {"allOf": [otherwise, node.pop("else", True)]}
             yield {"anyOf": [holds, fails]}
-        if "not" in node and (negated := self._logic.negation(node["not"])) is not None:
+        if "not" in node and (negated := self._negation(node, "not")) is not None:
             del node["not"]
             yield negated
 
+    def _negation(self, node: dict[str, Any], keyword: str) -> Schema | None:
+        """The negation of a keyword's schema; None, too, where it leaves `node` nothing, as it may
+        leave out too much."""
+        negated = self._logic.negation(node[keyword])
+        rest = {name: value for name, value in node.items() if name != keyword}
+        leaves_some = negated is False or not self._logic.exclusive(rest, negated)
+        return negated if leaves_some else None
+
     def _one_of(self, node: dict[str, Any]) -> Iterator[Schema]:
-        """`oneOf` as `anyOf`, where each branch also refuses those that may hold with it."""
+        """`oneOf` as `anyOf`, where each branch also refuses those that may hold with it. Stays
+        where nothing would be left of a branch, as a negation may leave out too much."""
         branches = node.get("oneOf")
         if not isinstance(branches, list):
             return
@@ -107,10 +134,13 @@ class _Rewriter:
             if not self._logic.exclusive(branches[i], branches[j]):
                 rivals[i].append(branches[j])
                 rivals[j].append(branches[i])
+        rest = {keyword: value for keyword, value in node.items() if keyword != "oneOf"}
         alone = []
         for branch, others in zip(branches, rivals, strict=True):
             others = list(map(self._logic.negation, others))
             if None in others:
+                return
+            if others and self._logic.exclusive({"allOf": [rest, branch]}, {"allOf": others}):
                 return
             alone.append({"allOf": [branch, *others]} if others else branch)
         del node["oneOf"]
@@ -139,7 +169,7 @@ class _Rewriter:
 
     def _limits_of_names(self, schema: dict[str, Any]) -> Iterator[Schema | None]:
         """What one conjunct says of an object's names; None where it cannot be said so."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
         for keyword, value in schema.items():
             if keyword == "pattern":
                 yield {"patternProperties": {value: True}, "additionalProperties": False}
@@ -151,10 +181,12 @@ class _Rewriter:
                 yield from () if self._logic.resolved(value) is not None else (None,)
             elif keyword not in _OF_NAMES:
                 yield None
-        if "string" not in (kind := schema.get("type", "string")) or kind == []:
+        if "string" not in types_of([schema]):
             yield {"maxProperties": 0}
-        if least or most != "":
-            length = rf"^[\s\S]{{{int(least)},{most}}}$"
+        if least % 1 or (most or 0) % 1:
+            yield None
+        elif least or most is not None:
+            length = rf"^[\s\S]{{{int(least)},{'' if most is None else int(most)}}}$"
             yield {"patternProperties": {length: True}, "additionalProperties": False}
 
     def _unevaluated(self, node: dict[str, Any]) -> Iterator[Schema]:

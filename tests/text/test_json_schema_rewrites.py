@@ -88,6 +88,7 @@ ADDRESS = STREET | {
     "else": {"properties": {"code": {"pattern": "^[A-Z]{2}$"}}},
 }
 BASE = {"$defs": {"base": {"properties": {"a": {"type": "integer"}}}}, "type": "object"}
+INTO_A_BRANCH = {"$ref": "#/properties/b/oneOf/0"}
 CASES: dict[str, tuple[dict, list, list]] = {
     "a union of models told apart by a constant": (
         PETS,
@@ -110,10 +111,20 @@ CASES: dict[str, tuple[dict, list, list]] = {
         [{"a": 1}, {"b": 1}],
         [{}, {"a": 1, "b": 1}],
     ),
-    "two equal branches": (
-        {"oneOf": [{"type": "null"}, {"type": "null"}, {"type": "string"}]},
-        ["a"],
-        [None, 1],
+    "a $ref into a branch": (
+        {"oneOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/oneOf/0"}}]},
+        ["a", ["a"], []],
+        [1, [1], [["a"]]],
+    ),
+    "a $ref into a branch, by an exclusive bound": (
+        {
+            "properties": {
+                "a": {"type": "number", "exclusiveMinimum": 2, "maximum": 2.5},
+                "b": {"oneOf": [{"type": "null"}, {"type": "array"} | {"items": INTO_A_BRANCH}]},
+            }
+        },
+        [{"a": 2.1}, {"a": 2.1, "b": [None]}],
+        [{"a": 2}, {"a": 2.1, "b": [1]}],
     ),
     "a condition": (
         ADDRESS,
@@ -138,6 +149,16 @@ CASES: dict[str, tuple[dict, list, list]] = {
         {"$defs": {"e": {"enum": ["x", "y"]}}, "propertyNames": {"$ref": "#/$defs/e"}},
         [{"x": 1}, {"x": 1, "y": 2}],
         [{"z": 1}],
+    ),
+    "names of a length as JavaScript writes it": (
+        {"type": "object", "propertyNames": {"minLength": 1.0, "maxLength": 3.0}},
+        [{"a": 1, "abc": 1}, {}],
+        [{"abcd": 1}, {"": 1}],
+    ),
+    "not some values that hold quotes in lists": (
+        {"oneOf": [{"const": [1.0, '"']}, {"const": [1, "\\"]}, {"const": [True, '"']}]},
+        [[1, '"'], [1, "\\"], [True, '"']],
+        [1],
     ),
     "names that need others": (
         {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"c": {"maxProperties": 1}}},
@@ -172,6 +193,53 @@ def test_what_fits_by_hand(schema, fit, do_not):
     assert matcher is not None
     assert [value for value in fit if not accepts(matcher, value)] == []
     assert [value for value in do_not if accepts(matcher, value)] == []
+
+
+INTS, TEXTS = ({"type": "array", "items": {"type": name}} for name in ("integer", "string"))
+REFUSED: dict[str, tuple[dict, str]] = {
+    "not a text with a backslash": ({"type": "string", "not": {"const": "a\\b"}}, "'not'"),
+    "not a text with a quote": ({"type": "string", "not": {"enum": ["a", '"']}}, "'not'"),
+    "not a number that doubles do not tell": ({"not": {"const": 2**53 + 1}}, "'not'"),
+    "not above such a number": ({"not": {"minimum": 2**53 + 1}}, "'not'"),
+    "lists whose negation leaves no list": ({"oneOf": [INTS, TEXTS, {"type": "null"}]}, "oneOf"),
+    "no list left beside oneOf": (
+        {"type": "array", "oneOf": [{"maxItems": 1}, {"type": "null"}, {"maxItems": 1}]},
+        "oneOf",
+    ),
+    "lists whose negation leaves the empty one": (
+        {
+            "oneOf": [{"type": "array", "prefixItems": [{"const": x}], "minItems": 1} for x in "ab"]
+            + [{"type": "null"}]
+        },
+        "oneOf",
+    ),
+    "numbers whose negation leaves those below": (
+        {"oneOf": [{"type": "number", "minimum": 2, "multipleOf": m} for m in (2, 3)]},
+        "oneOf",
+    ),
+    "two equal branches": ({"oneOf": [{"type": "null"}, {"type": "null"}]}, "oneOf"),
+    "nothing left of else": ({"if": INTS, "then": INTS, "type": "array"}, "'if'"),
+    "nothing left of not": ({"not": INTS, "type": "array"}, "'not'"),
+    "names of no length": ({"propertyNames": {"maxLength": 2.5}}, "'propertyNames'"),
+    "names of no type": ({"propertyNames": {"type": "stringy"}}, "'propertyNames'"),
+    "a $ref into not": ({"not": {"type": "null"}, "items": {"$ref": "#/not"}}, "'not'"),
+    "a $ref to a place of many digits": (
+        {"uniqueItems": True, "allOf": [{}], "items": {"$ref": "#/allOf/" + "9" * 5000}},
+        "'uniqueItems'",
+    ),
+    "a $ref to nothing": ({"not": {"type": "null"}, "items": {"$ref": "#/allOf/0"}}, "'not'"),
+}
+
+
+@pytest.mark.parametrize(("schema", "keyword"), REFUSED.values(), ids=REFUSED)
+def test_what_would_be_kept_in_part_only_or_not_at_all_is_refused_by_name(schema, keyword):
+    try:
+        source = grammar_source(StructuredOutput.of_json_schema(json.dumps(schema)), None)
+    except InvalidRequest as error:
+        message = str(error)
+    else:
+        message = LLMatcher(BYTES, source, log_level=0).get_error()
+    assert f"keyword {keyword}" in message or f"{keyword} constraints are not" in message
 
 
 TYPES = ("string", "integer", "number", "null", "boolean", "array", "object")
@@ -228,16 +296,60 @@ def test_what_fits_a_random_schemas_grammar_fits_the_schema(schema, referred, dr
         assert judge.is_valid(value) or not accepts(matcher, value), value
 
 
-def test_a_schema_whose_negation_doubles_with_each_definition_is_refused_at_once():
-    links = {
-        f"d{i}": {
-            "properties": {n: {"not": {"not": {"$ref": f"#/$defs/d{i + 1}"}}} for n in "abcdef"}
-        }
-        for i in range(12)
-    }
-    schema = {"$defs": links | {"d12": {"type": "null"}}, "not": {"$ref": "#/$defs/d0"}}
+LINKS = {
+    f"d{i}": {"properties": {n: {"not": {"not": {"$ref": f"#/$defs/d{i + 1}"}}} for n in "abcdef"}}
+    for i in range(12)
+}
+BIG: dict[str, Any] = {
+    "evens": {"enum": [[i] for i in range(0, 600, 2)]},
+    "odds": {"enum": [[i] for i in range(1, 600, 2)]},
+    "names": {"enum": [f"v{i}" for i in range(6000)]},
+    "properties": {"properties": {f"p{i}": {"type": "null"} for i in range(3000)}},
+    "annotated": {f"x-{i}": 1 for i in range(6000)},
+    "leads": {"$ref": "#/$defs/" + "%41/" * 9000},
+    "same": {"not": {"const": [1] * 20000}},
+    "digits": {"not": {"const": [10**4000] * 10}},
+    "hidden": {"allOf": [{"not": {}}, {"not": {f"x-{i}": 1 for i in range(6000)}}]},
+}
+
+
+def refs(*names: str, number: int, **others: Any) -> list[dict[str, Any]]:
+    return [
+        others | {"$ref": f"#/$defs/{names[i % len(names)]}", "title": i} for i in range(number)
+    ]
+
+
+def several(parts: list[dict[str, Any]], keyword: str) -> dict[str, Any]:
+    return {"properties": {f"q{i}": {keyword: part} for i, part in enumerate(parts)}}
+
+
+HEAVY: dict[str, dict[str, Any]] = {
+    "a negation that doubles with each definition": {
+        "$defs": LINKS | {"d12": {"type": "null"}},
+        "not": {"$ref": "#/$defs/d0"},
+    },
+    "branches of two long lists": {"oneOf": refs("evens", "odds", number=40)},
+    "equal branches of a long list": {"oneOf": refs("names", number=40)},
+    "branches with much beside": {"oneOf": refs("annotated", number=100)},
+    "branches behind a long $ref": {"oneOf": refs("leads", number=300)},
+    "names of a long list, often": several(refs("names", number=1000), "propertyNames"),
+    "names of a long list, ten times": several(refs("names", number=10), "propertyNames"),
+    "a long value, often": several(refs("same", number=12), "not"),
+    "large numbers, often": several(refs("digits", number=1000), "not"),
+    "much beside, often": several(refs("hidden", number=900), "not"),
+    "many names evaluated, often": several(
+        refs("properties", number=300, unevaluatedProperties=False), "items"
+    ),
+}
+
+
+@pytest.mark.parametrize("schema", HEAVY.values(), ids=HEAVY)
+def test_a_schema_that_would_take_long_or_become_large_is_refused_at_once(schema):
+    text = json.dumps(schema)
+    schema = {"$defs": {name: part for name, part in BIG.items() if f"/{name}" in text}} | schema
+    assert len(json.dumps(schema)) <= 2**17
     begin = time.process_time()
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"use a simpler schema$"):
         check_schema("schema", schema)
     assert time.process_time() - begin < 1
 
