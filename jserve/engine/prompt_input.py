@@ -81,7 +81,8 @@ class PromptInput:
         vocab, limit = self._limits.vocab_size, self._limits.max_model_len
         if len(ids) > limit:  # before each of some millions is looked at
             raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; with the output, max_model_len={limit} fit"
+                f"the prompt has {len(ids)} tokens; the limit is max_model_len={limit}: use at "
+                f"most {limit - 1}, or for an embedding {limit}"
             )
         for index, token_id in enumerate(ids):
             bad_type = isinstance(token_id, bool) or not isinstance(token_id, Integral)
