@@ -92,7 +92,8 @@ HELP: dict[str, dict[str, str]] = {
     },
     "grammar": {
         "max_grammar_bytes": "Largest schema, regex or grammar of a request.",
-        "grammar_timeout_s": "Longest that one may take to compile; then its request is refused.",
+        "grammar_timeout_s": "Longest that one may take to compile, half of it for a trial; then "
+        "its request is refused.",
         "grammar_cache_size": "Compiled grammars that are kept for requests that repeat them.",
     },
     "server": {
